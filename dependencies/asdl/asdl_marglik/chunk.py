@@ -1,0 +1,248 @@
+"""One forward pass over a few data points: gives Jacobian rows and Kronecker factors, and takes their cotangents back.
+
+The second half is the exact pull-back of the two-pass scheme: the cotangents of rows become cotangents of each
+operation's input `a` and output gradient `g` (rows are bilinear in them), and one autograd call carries all of
+them, together with those of the outputs, to the hyperparameters. For a piecewise linear network `g` does not depend
+on the input almost everywhere, so its part of the graph need not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from . import persample
+from .network import Inputs, map_inputs, tensors_of
+from .record import Recorder
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+class RootRows(Protocol):
+    """Which rows of U^T J are wanted: row r of datum i is  sum_k weights[i, k, r] * seeds[i, k] . J_i."""
+
+    seeds_follow_outputs: bool  # whether the seeds depend on the outputs (else they are constants)
+
+    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        """Cotangents of the outputs [n, K, C] for outputs f [n, C]."""
+
+    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        """Mixing of the seeded rows [n, K, R], or None for the identity."""
+
+
+@dataclass
+class Selection:
+    """The rows wanted of a chunk: a rule for rows, with the targets and columns it is applied to."""
+
+    rule: RootRows
+    y: Tensor
+    columns: Tensor  # [n, K]
+
+    def seeds(self, f: Tensor) -> Tensor:
+        return self.rule.seeds(f, self.y, self.columns)
+
+    def weights(self, f: Tensor) -> Tensor | None:
+        return self.rule.weights(f, self.y, self.columns)
+
+    def of(self, i: int) -> Selection:
+        return Selection(self.rule, self.y[i : i + 1], self.columns[i : i + 1])
+
+
+class Chunk:
+    """The recorded pass of data points x [n, A, ...]; outputs f [n, C] are averaged over the A copies."""
+
+    def __init__(self, plan: Plan, x: Inputs, selection: Selection, *, differentiate_cotangents: bool = False):
+        self.plan, self.x, self.selection = plan, x, selection
+        self.n, self.copies = tensors_of(x)[0].shape[:2]
+        with Recorder(plan.weights) as recorder:
+            outputs = plan.model(map_inputs(lambda t: t.flatten(0, 1), x))
+        self.f = outputs.reshape(self.n, self.copies, -1).mean(1)
+        plan.check(recorder)
+        self._uses = [(use, layout) for use, layout in zip(recorder.uses, plan.layouts, strict=True)]
+        f = self.f if differentiate_cotangents else self.f.detach()
+        self.seeds = selection.seeds(f).to(f.dtype)
+        self.mixing = selection.weights(self.f)  # stays in the graph of the outputs
+        self._inputs = [self._input(index) for index in range(len(self._uses))]
+        self._cotangents = [self._backward(self.seeds[:, k], differentiate_cotangents) for k in range(self.k)]
+        self._differentiable = differentiate_cotangents
+        self._outputs: list[Tensor] = []  # what has received a cotangent, and the cotangents
+        self._bars: list[Tensor] = []
+        self._persample: dict[str, Tensor] | None = None
+        self._persample_bars: dict[str, Tensor] = {}
+
+    @property
+    def k(self) -> int:
+        """Seeded rows per datum."""
+        return self.seeds.shape[1]
+
+    def weights(self) -> Tensor | None:
+        """Mixing weights [n, K, R] in the dtype of the rows, detached."""
+        return None if self.mixing is None else self.mixing.detach().to(self.f.dtype)
+
+    def _input(self, index: int) -> Tensor | None:
+        use, layout = self._uses[index]
+        if layout is None or use.input is None:
+            return None
+        use.call.options["axis"] = layout.axis
+        aligned = use.rule.align_input(use.call, layout.axis, tuple(use.shape))
+        return None if aligned is None else layout.standard(aligned, self.n * self.copies, self.n)
+
+    def _backward(self, seed: Tensor, create_graph: bool) -> list[Tensor | None]:
+        """The standardised output cotangent of every use, for one seed per datum [n, C]."""
+        wanted = [i for i, (_, layout) in enumerate(self._uses) if layout is not None]
+        found: list[Tensor | None] = [None] * len(self._uses)
+        if wanted:
+            edges = [self._uses[i][0].edge for i in wanted]
+            cotangents = torch.autograd.grad(
+                self.f, edges, seed, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
+            for i, g in zip(wanted, cotangents, strict=True):
+                use, layout = self._uses[i]
+                if g is not None and layout is not None:
+                    use.call.options["axis"] = layout.axis
+                    found[i] = layout.standard(g, self.n * self.copies, self.n)
+        return found
+
+    def rows(self, name: str) -> Tensor:
+        """Jacobian rows [n, K, *shape] of one weight, one per seed, without a graph."""
+        if name in self.plan.persample:
+            return self._persample_rows()[name]
+        weight = self.plan.weights[name]
+        rows = []
+        for k in range(self.k):
+            terms = []
+            for index, role in self.plan.uses_of[name]:
+                (use, _), g = self._uses[index], self._cotangents[k][index]
+                if g is not None:
+                    terms.append(use.rule.rows(use.call, role, _detached(self._inputs[index]), g.detach()))
+            rows.append(sum(terms[1:], terms[0]) if terms else weight.new_zeros(self.n, *weight.shape))
+        return torch.stack(rows, 1) if len(rows) > 1 else rows[0].unsqueeze(1)
+
+    def pull_rows(self, name: str, bar: Tensor) -> None:
+        """Take the cotangent [n, K, *shape] of `rows(name)` back to the operations' inputs and output cotangents."""
+        if name in self.plan.persample:
+            self._persample_bars[name] = bar
+            return
+        for index, role in self.plan.uses_of[name]:
+            use, _ = self._uses[index]
+            for k in range(self.k):
+                self._pull(index, k, lambda a, g, use=use, role=role: use.rule.rows(use.call, role, a, g), bar[:, k])
+
+    def factors(self, name: str) -> list[tuple[Tensor | None, list[Tensor]]]:
+        """For every use of a weight, its patches [n, A, T, groups, D] and, per seed, positions [n, A, T, groups, O]."""
+        found = []
+        for index, role in self.plan.uses_of[name]:
+            use, _ = self._uses[index]
+            cotangents = [c[index] for c in self._cotangents]
+            if any(g is None for g in cotangents):
+                continue
+            a = _detached(self._inputs[index])
+            patches = None if a is None else use.rule.patches(use.call, role, a)
+            positions = [use.rule.positions(use.call, role, g.detach()) for g in cotangents if g is not None]
+            found.append((self._by_copy(patches), [self._by_copy(p) for p in positions]))
+        return found  # type: ignore[return-value]
+
+    def pull_factors(self, name: str, bars: list[tuple[Tensor | None, list[Tensor | None]]]) -> None:
+        """Take the cotangents of `factors(name)` back."""
+        live = [
+            (index, role) for index, role in self.plan.uses_of[name]
+            if all(c[index] is not None for c in self._cotangents)
+        ]  # fmt: skip
+        for (index, role), (patches_bar, positions_bars) in zip(live, bars, strict=True):
+            use, _ = self._uses[index]
+            if patches_bar is not None:
+                self._pull(
+                    index,
+                    None,
+                    lambda a, _, use=use, role=role: self._by_copy(use.rule.patches(use.call, role, a)),
+                    patches_bar,
+                )
+            for k, bar in enumerate(positions_bars):
+                if bar is not None:
+                    self._pull(
+                        index,
+                        k,
+                        lambda _, g, use=use, role=role: self._by_copy(use.rule.positions(use.call, role, g)),
+                        bar,
+                    )
+
+    def pull_mixing(self, bar: Tensor | None) -> None:
+        """Take the cotangent of `weights()` back."""
+        if bar is not None and self.mixing is not None and self.mixing.requires_grad:
+            self._push(self.mixing, bar.to(self.mixing.dtype))
+
+    def finish(self, f_bar: Tensor | None, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients in `leaves` of everything pulled so far plus <f_bar, f>."""
+        if f_bar is not None and self.f.requires_grad:
+            self._push(self.f, f_bar.to(self.f.dtype))
+        outputs = [o for o in self._outputs if o.requires_grad]
+        bars = [b for o, b in zip(self._outputs, self._bars, strict=True) if o.requires_grad]
+        total = [torch.zeros_like(leaf) for leaf in leaves]
+        if outputs and leaves:
+            found = torch.autograd.grad(outputs, leaves, bars, retain_graph=True, allow_unused=True)
+            total = [t if g is None else t + g for t, g in zip(total, found, strict=True)]
+        if self._persample_bars:
+            for i in range(self.n):
+                bars_i = {name: bar[i] for name, bar in self._persample_bars.items()}
+                names = {name: self.plan.weights[name] for name in bars_i}
+                gradients = persample.pull(
+                    self.plan.model, names, map_inputs(lambda t, i=i: t[i], self.x), i,  # type: ignore[misc]
+                    self._seeds_of, bars_i, leaves,
+                )  # fmt: skip
+                total = [t + g for t, g in zip(total, gradients, strict=True)]
+        return total
+
+    def _seeds_of(self, f: Tensor, i: int) -> Tensor:
+        return self.selection.of(i).seeds(f)[0].to(f.dtype)
+
+    def _pull(self, index: int, k: int | None, function: Callable, bar: Tensor) -> None:
+        """Cotangents of one use's input and of its k-th output cotangent, from the cotangent of `function(a, g)`."""
+        graph_a = self._inputs[index]
+        graph_g = None if k is None else self._cotangents[k][index]
+        if k is not None and graph_g is None:
+            return
+        wanted_a = graph_a is not None and graph_a.requires_grad
+        wanted_g = graph_g is not None and self._differentiable and graph_g.requires_grad
+        if not (wanted_a or wanted_g):
+            return
+        a, g = _detached(graph_a), _detached(graph_g)
+        with torch.enable_grad():
+            leaves = [t.requires_grad_() for t, wanted in ((a, wanted_a), (g, wanted_g)) if wanted and t is not None]
+            result = function(a, g)
+            if result is None or not result.requires_grad:
+                return
+            found = torch.autograd.grad(result, leaves, bar, allow_unused=True)
+        targets = [t for t, wanted in ((graph_a, wanted_a), (graph_g, wanted_g)) if wanted and t is not None]
+        for target, cotangent in zip(targets, found, strict=True):
+            if cotangent is not None:
+                self._push(target, cotangent)
+
+    def _push(self, output: Tensor, bar: Tensor) -> None:
+        for position, known in enumerate(self._outputs):
+            if known is output:
+                self._bars[position] = self._bars[position] + bar
+                return
+        self._outputs.append(output)
+        self._bars.append(bar)
+
+    def _by_copy(self, t: Tensor | None) -> Tensor | None:
+        """[n, A * m, T, groups, D] -> [n, A, m * T, groups, D]."""
+        if t is None:
+            return None
+        return t.reshape(self.n, self.copies, -1, *t.shape[3:])
+
+    def _persample_rows(self) -> dict[str, Tensor]:
+        if self._persample is None:
+            names = {name: self.plan.weights[name] for name in self.plan.persample}
+            x = map_inputs(lambda t: t.detach(), self.x)
+            self._persample = persample.rows(self.plan.model, names, x, self.seeds.detach())
+        return self._persample
+
+
+def _detached(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach()

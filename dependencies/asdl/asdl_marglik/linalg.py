@@ -1,0 +1,131 @@
+"""Small-matrix algebra, in float64 whatever the dtype of the model, with derivatives that stay finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CurvatureError
+
+
+class _LogDetIdentityPlus(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        identity_plus = matrix.to(torch.float64, copy=True)
+        identity_plus = (identity_plus + identity_plus.mT).div_(2)
+        identity_plus.diagonal(dim1=-2, dim2=-1).add_(1)
+        factor, info = torch.linalg.cholesky_ex(identity_plus)
+        if info.any():  # rounding in float32 rows pushed an eigenvalue of K below -1: clamp it to the true range
+            values, vectors = torch.linalg.eigh(identity_plus)
+            if not values.isfinite().all():
+                raise CurvatureError("the kernel contains NaN or infinity; check inputs and weights for such values")
+            values = values.clamp_min(1.0)
+            inverse, value = (vectors / values.unsqueeze(-2)) @ vectors.mT, values.log().sum(-1)
+        else:
+            value = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            inverse = None
+        ctx.save_for_backward(factor if inverse is None else inverse)
+        ctx.is_factor, ctx.dtype = inverse is None, matrix.dtype
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        inverse = torch.cholesky_inverse(saved) if ctx.is_factor else saved
+        return (cotangents[0][..., None, None] * inverse).to(ctx.dtype)
+
+
+def log_det_identity_plus(matrix: Tensor) -> Tensor:
+    """log|I + K| of symmetric positive semi-definite K [..., n, n]; its derivative is (I + K)^-1."""
+    return _LogDetIdentityPlus.apply(matrix)
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, matrices)
+        total = torch.zeros(matrices.shape[1:], dtype=torch.float64, device=matrices.device)
+        for weight, matrix in zip(weights, matrices, strict=True):
+            total += weight * matrix
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        weights, matrices = ctx.saved_tensors
+        cotangent = cotangents[0]
+        weights_bar = matrices_bar = None
+        if ctx.needs_input_grad[0]:
+            weights_bar = torch.stack([(cotangent * matrix).sum() for matrix in matrices])
+        if ctx.needs_input_grad[1]:
+            matrices_bar = (weights[:, None, None] * cotangent).to(matrices.dtype)
+        return weights_bar, matrices_bar
+
+
+def weighted_sum(weights: Tensor, matrices: Tensor) -> Tensor:
+    """sum_g weights[g] matrices[g] in float64, without a float64 copy of all matrices."""
+    return _WeightedSum.apply(weights, matrices)
+
+
+class _PsdSqrt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        roots = values.clamp_min(0).sqrt()
+        ctx.save_for_backward(roots, vectors)
+        return (vectors * roots.unsqueeze(-2)) @ vectors.mT
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        # S dS + dS S = dM: in the eigenbasis dS_ij = dM_ij / (s_i + s_j), finite also for repeated eigenvalues
+        roots, vectors = ctx.saved_tensors
+        total = roots.unsqueeze(-1) + roots.unsqueeze(-2)
+        inner = vectors.mT @ ((cotangents[0] + cotangents[0].mT) / 2) @ vectors
+        return vectors @ torch.where(total > _tiny(roots), inner / total, torch.zeros_like(inner)) @ vectors.mT
+
+
+def psd_sqrt(matrix: Tensor) -> Tensor:
+    """Symmetric square root of the positive semi-definite part of M [..., n, n]."""
+    return _PsdSqrt.apply(matrix)
+
+
+class _EigenRoot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        values, vectors = values.flip(-1).clamp_min(0), vectors.flip(-1)
+        ctx.save_for_backward(values, vectors)
+        return vectors * values.sqrt().unsqueeze(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        # u_r = sqrt(e_r) v_r: de_r = v_r^T dM v_r, dv_r = sum_j v_j (v_j^T dM v_r) / (e_r - e_j)
+        values, vectors = ctx.saved_tensors
+        roots = values.sqrt()
+        inner = vectors.mT @ cotangents[0]  # [j, r]
+        gap = values.unsqueeze(-2) - values.unsqueeze(-1)
+        separate = gap.abs() > 1e-10 * values.amax(-1, keepdim=True).unsqueeze(-1).clamp_min(1e-300)
+        mixed = torch.where(separate, inner * roots.unsqueeze(-2) / gap, torch.zeros_like(inner))
+        scale = torch.where(roots > _tiny(roots).squeeze(-1), 0.5 / roots, torch.zeros_like(roots))
+        mixed = mixed + torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1) * scale)
+        matrix_bar = vectors @ mixed @ vectors.mT
+        return (matrix_bar + matrix_bar.mT) / 2
+
+
+def eigen_root(matrix: Tensor) -> Tensor:
+    """Root U = V sqrt(E) of positive semi-definite M = V E V^T, columns by decreasing eigenvalue.
+
+    Where two eigenvalues coincide their eigenvectors are not differentiable and the coupling's derivative is set to 0.
+    """
+    return _EigenRoot.apply(matrix)
+
+
+def _tiny(roots: Tensor) -> Tensor:
+    """What counts as zero among the roots [..., n], shaped [..., 1, 1]."""
+    return 1e-8 * roots.amax(-1, keepdim=True).unsqueeze(-1).clamp_min(1e-150)
+
+
+def eigenvalues(matrix: Tensor) -> Tensor:
+    """Non-negative eigenvalues of positive semi-definite M [..., n, n], ascending; their derivative needs no gaps."""
+    return torch.linalg.eigvalsh(matrix.to(torch.float64)).clamp_min(0)

@@ -1,0 +1,95 @@
+"""The user's model: which parameters are weights, how it is run, and that it is left as it was."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .errors import CurvatureError
+
+Inputs = Any  # a tensor or a mapping of tensors, each with a leading batch axis
+
+
+def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
+    """Apply `function` to every tensor of the inputs."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        return {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
+    raise CurvatureError(f"inputs must be a tensor or a mapping of tensors, got {type(x).__name__}")
+
+
+def tensors_of(x: Inputs) -> list[Tensor]:
+    """The tensors of the inputs, in a fixed order."""
+    return [x] if isinstance(x, Tensor) else [value for value in x.values() if isinstance(value, Tensor)]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a parameter name fits one of the shell-style patterns (`head.*`)."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def trainable(model: nn.Module, hyper: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+    """The weights: parameters that require grad, less those named as hyperparameters, in the model's order."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and not matches(name, hyper)}
+
+
+def hyperparameters_in(model: nn.Module, hyper: Iterable[str]) -> dict[str, nn.Parameter]:
+    """The parameters named as hyperparameters; a pattern that fits none is an error."""
+    hyper = list(hyper)
+    names = dict(model.named_parameters())
+    for pattern in hyper:
+        if not any(matches(name, [pattern]) for name in names):
+            raise CurvatureError(f"hyperparameter pattern {pattern!r} fits no parameter; there are {list(names)}")
+    return {name: p for name, p in names.items() if p.requires_grad and matches(name, hyper)}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every submodule's own mode restored afterwards, also after an exception.
+
+    Attention runs by its plain formula: the fused kernels have no second derivative.
+    """
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """The global random state set to `seed` inside and restored afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def check_finite(outputs: Tensor, x: Inputs, model: nn.Module, offset: int = 0) -> None:
+    """Raise an error that names the parameter or the data index behind a non-finite output [n, C]."""
+    if outputs.isfinite().all():
+        return
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise CurvatureError(f"parameter {name!r} contains NaN or infinity; training has diverged before this call")
+    for tensor in tensors_of(x):
+        if tensor.is_floating_point():
+            bad = (~tensor.flatten(1).isfinite().all(1)).nonzero()
+            if len(bad):
+                raise CurvatureError(
+                    f"input {int(bad[0]) + offset} contains NaN or infinity; remove or repair that datum"
+                )
+    index = int((~outputs.isfinite().all(1)).nonzero()[0]) + offset
+    raise CurvatureError(
+        f"the network's output for datum {index} is not finite although its input and all parameters are: "
+        "the forward pass overflows; use smaller weights or a wider dtype"
+    )

@@ -1,0 +1,68 @@
+"""What a curvature part is: a term of the log-determinant that covers some weights and needs only small statistics.
+
+A chunk of data gives `observations`; over chunks these are concatenated ("rows") or added ("sum"); `summarise` makes
+the small `statistics` of them, and `log_det_ratio` is a function of the statistics, the prior and the likelihood's
+mixing alone. `pull` is the way back: the cotangents of the statistics, for one chunk.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .chunk import Chunk
+
+Group = int | slice  # entry of the log precision vector that a weight shares, or its own entries (one per element)
+Groups = Mapping[str, Group]
+
+
+class Part(ABC):
+    """log|I + P0^-1 H| of the weights `names`, for one approximation of H."""
+
+    names: tuple[str, ...]
+    kinds: tuple[Literal["rows", "sum"], ...]
+    label: str  # for people
+
+    @abstractmethod
+    def observe(self, chunk: Chunk) -> list[Tensor]:
+        """Observations of one chunk, without a graph, one per entry of `kinds`."""
+
+    def summarise(self, observations: list[Tensor], log_precision: Tensor) -> list[Tensor]:
+        """Small statistics of all observations."""
+        return observations
+
+    def precision_gradient(
+        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
+    ) -> Tensor | None:
+        """Gradient in the log precision, where `summarise` depends on it."""
+        return None
+
+    @abstractmethod
+    def pull(
+        self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
+    ) -> None:
+        """Hand the chunk the cotangents of its part of the observations; `rows` are its data points."""
+
+    @abstractmethod
+    def log_det_ratio(
+        self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
+    ) -> Tensor:
+        """The log-determinant in float64: mixing [n, K, R] is still to be applied to "rows", scale multiplies H."""
+
+
+def mix(rows: Tensor, mixing: Tensor | None) -> Tensor:
+    """Root rows [n, R, ...] from seeded rows [n, K, ...]."""
+    return rows if mixing is None else torch.einsum("nkr,nk...->nr...", mixing, rows)
+
+
+def inverse_precision(log_precision: Tensor, groups: Groups, sizes: Mapping[str, int]) -> Tensor:
+    """Diagonal of P0^-1 for the listed weights [sum of sizes]."""
+    parts = [
+        log_precision[groups[name]].expand(size) if isinstance(groups[name], int) else log_precision[groups[name]]
+        for name, size in sizes.items()
+    ]
+    return torch.exp(-torch.cat([p.reshape(-1) for p in parts]))

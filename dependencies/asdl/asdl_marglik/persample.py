@@ -1,0 +1,74 @@
+"""Jacobian rows of weights that no rule covers: one gradient per datum, exact for any differentiable model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from .network import Inputs, map_inputs
+
+Seeds = Callable[[Tensor, int], Tensor]  # (outputs of datum i [1, C], i) -> seeds [K, C]
+
+
+def averaged_output(model: nn.Module, x: Inputs) -> Tensor:
+    """The outputs [C] of one datum, averaged over its copies x [A, ...]."""
+    return model(x).flatten(1).mean(0)
+
+
+def rows(model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor) -> dict[str, Tensor]:
+    """Rows [n, K, *shape] of each weight for x [n, A, ...] and seeds [n, K, C], without a graph."""
+
+    def projected(w: dict[str, Tensor], x_i: Inputs, seed: Tensor) -> Tensor:
+        return (functional_call(model, w, (x_i,)).flatten(1).mean(0) * seed).sum()
+
+    detached = {name: w.detach() for name, w in weights.items()}
+    per_seed = vmap(grad(projected), in_dims=(None, None, 0))
+    try:
+        return vmap(per_seed, in_dims=(None, 0, 0))(detached, x, seeds)
+    except (RuntimeError, ValueError, TypeError):  # control flow, in-place buffers, operations without a batching rule
+        return _rows_by_loop(model, weights, x, seeds)
+
+
+def _rows_by_loop(model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor) -> dict[str, Tensor]:
+    tensors = list(weights.values())
+    collected: list[list[Tensor]] = []
+    with torch.enable_grad():
+        for i in range(len(seeds)):
+            f = averaged_output(model, map_inputs(lambda t, i=i: t[i], x))  # type: ignore[misc]
+            for seed in seeds[i]:
+                collected.append(gradients(f @ seed, tensors, retain=True))
+    stacked = [torch.stack(column) for column in zip(*collected, strict=True)]
+    return {name: s.unflatten(0, seeds.shape[:2]) for name, s in zip(weights, stacked, strict=True)}
+
+
+def pull(
+    model: nn.Module, weights: Mapping[str, Tensor], x_i: Inputs, i: int, seeds: Seeds, bars: dict[str, Tensor],
+    leaves: Sequence[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Gradient in `leaves` of sum_k <bar_k, row_k> for one datum with copies x_i [A, ...], by plain double backward.
+
+    Not torch.func: its second derivatives through layer_norm and instance_norm are wrong in torch 2.13.
+    """
+    f = averaged_output(model, x_i)
+    total = f.new_zeros(())
+    for k, seed in enumerate(seeds(f.unsqueeze(0), i)):
+        row = gradients((f * seed).sum(), list(weights.values()), create_graph=True)
+        total = total + sum((bars[name][k] * r).sum() for name, r in zip(weights, row, strict=True))
+    return gradients(total, list(leaves))
+
+
+def gradients(
+    output: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False, retain: bool = False
+) -> list[Tensor]:
+    """autograd.grad with zeros for what `output` does not depend on."""
+    if not inputs:
+        return []
+    if not output.requires_grad:
+        return [torch.zeros_like(t) for t in inputs]
+    found = torch.autograd.grad(
+        output, inputs, create_graph=create_graph, retain_graph=retain or create_graph, allow_unused=True
+    )
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True)]

@@ -1,0 +1,221 @@
+"""How each weight of a model gets its Jacobian rows: decided once, by running the model on two data points.
+
+Every choice is checked there: the batch axis of each operation against the data points run alone, the rows of each
+weight against plain per-datum gradients, the piecewise-linear shortcut against the full derivative. A weight whose
+rows do not pass goes the per-sample way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .chunk import Chunk, Selection
+from .layout import Layout, find_layout
+from .network import Inputs, map_inputs, tensors_of
+from .persample import averaged_output, gradients
+from .record import Recorder
+
+# operations whose derivative is locally constant in their input, by the names of their autograd nodes
+_PIECEWISE_LINEAR = {
+    "AccumulateGrad", "AdaptiveAvgPool1DBackward0", "AdaptiveAvgPool2DBackward0", "AdaptiveMaxPool2DBackward0",
+    "AddBackward0", "AddmmBackward0", "AsStridedBackward0", "AvgPool2DBackward0", "AvgPool3DBackward0", "BmmBackward0",
+    "CatBackward0", "CloneBackward0", "ConstantPadNdBackward0", "ConvolutionBackward0", "DivBackward0",
+    "ExpandBackward0",
+    "HardtanhBackward0", "LeakyReluBackward0", "MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0",
+    "MeanBackward0", "MeanBackward1", "MmBackward0", "MulBackward0", "NativeBatchNormBackward0", "NegBackward0",
+    "PermuteBackward0", "ReluBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1", "StackBackward0", "SubBackward0", "SumBackward0", "SumBackward1", "TBackward0",
+    "ThresholdBackward0",
+    "TransposeBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
+}  # fmt: skip
+
+
+@dataclass
+class Plan:
+    """Where the rows of each weight come from, for one model and one kind of input."""
+
+    model: nn.Module
+    weights: dict[str, nn.Parameter]
+    output_shape: torch.Size  # of one datum
+    signature: list[tuple[str, tuple[tuple[str, str], ...]]]
+    layouts: list[Layout | None]
+    uses_of: dict[str, list[tuple[int, str]]]  # weight -> (index of the use, role in it)
+    kronecker: set[str]  # weights whose uses all have Kronecker factors
+    rules: dict[str, str]  # weight -> how its rows are computed, for people
+    persample: set[str] = field(default_factory=set)
+    piecewise_linear: bool = False
+    provisional: bool = False  # all cotangents were zero (a zero-initialised last layer): the checks say nothing yet
+    bytes_per_input: int = 0
+
+    def check(self, recorder: Recorder) -> None:
+        """Refuse a pass that used the weights in another way than the one planned for."""
+        if _signature(recorder) != self.signature or not recorder.opaque <= self.persample:
+            raise PlanChanged
+
+
+class PlanChanged(Exception):
+    """The model took another path than when it was planned: plan again on the new data."""
+
+
+def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> Plan:
+    """Plan for a model in evaluation mode, from the first data points of x [n, ...]."""
+    pair = _two_points(x)
+    saved: dict[int, int] = {}
+
+    def count(t: Tensor) -> Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.enable_grad():
+        fixed = sum(p.untyped_storage().nbytes() for p in model.parameters())
+        with (
+            torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
+            Recorder(weights, keep_outputs=True) as joint,
+        ):
+            outputs = model(pair)
+        alone = [_record(model, weights, map_inputs(lambda t, i=i: t[i : i + 1], pair)) for i in range(2)]  # type: ignore[misc]
+    plan = _candidate(model, weights, outputs.shape[1:], joint, alone)
+    plan.bytes_per_input = max(1, sum(saved.values()) - fixed) // 2
+    _verify_rows(plan, pair)
+    floating = all(t.is_floating_point() for t in tensors_of(pair))
+    if floating and not plan.persample and _nodes(outputs) <= _PIECEWISE_LINEAR:
+        _verify_shortcut(plan, pair)
+    return plan
+
+
+def _two_points(x: Inputs) -> Inputs:
+    if len(tensors_of(x)[0]) >= 2:
+        return map_inputs(lambda t: t[:2], x)
+    # a single datum: pair it with a shuffled copy, so that the two can be told apart
+    return map_inputs(lambda t: torch.cat([t, t.flip(-1) if t.dim() > 1 else t]), x)
+
+
+def _record(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> Recorder:
+    with Recorder(weights, keep_outputs=True) as recorder:
+        model(x)
+    return recorder
+
+
+def _signature(recorder: Recorder) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
+    return [(use.rule.name, tuple(use.names.items())) for use in recorder.uses]
+
+
+def _candidate(
+    model: nn.Module, weights: dict[str, nn.Parameter], output_shape: torch.Size, joint: Recorder, alone: list[Recorder]
+) -> Plan:
+    signature, layouts = _signature(joint), []
+    persample = set(joint.opaque) | (set(weights) - joint.seen)
+    comparable = all(_signature(single) == signature for single in alone)
+    uses_of: dict[str, list[tuple[int, str]]] = {name: [] for name in weights}
+    without_factors: set[str] = set()
+    for index, use in enumerate(joint.uses):
+        layout = None
+        if comparable and use.output is not None:
+            first, second = (single.uses[index].output for single in alone)
+            assert first is not None and second is not None
+            layout = find_layout(use.output, (first, second))
+        if layout is not None and use.rule.batch_first_only and layout.axis != 0:
+            layout = None
+        if layout is None:
+            persample.update(use.names.values())
+        layouts.append(layout)
+        for role, name in use.names.items():
+            uses_of[name].append((index, role))
+            if not use.rule.has_factors(use.call, role):
+                without_factors.add(name)
+    rules = {name: " + ".join(sorted({joint.uses[i].rule.name for i, _ in uses})) for name, uses in uses_of.items()}
+    kronecker = {
+        name for name, uses in uses_of.items()
+        if uses and name not in without_factors | persample and len({joint.uses[i].rule.name for i, _ in uses}) == 1
+        and len({role for _, role in uses}) == 1
+    }  # fmt: skip
+    plan = Plan(model, weights, output_shape, signature, layouts, uses_of, kronecker, rules)
+    plan.persample = persample
+    return plan
+
+
+@dataclass
+class _FixedSeeds:
+    """Given seeds, no mixing: what the checks use."""
+
+    given: Tensor
+    seeds_follow_outputs = False
+
+    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return self.given[y]
+
+    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return None
+
+
+def _selection(plan: Plan, pair: Inputs) -> Selection:
+    with torch.no_grad():
+        outputs = plan.model(pair).flatten(1)
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randn(2, 1, outputs.shape[1], generator=generator, dtype=torch.float64).to(outputs)
+    return Selection(_FixedSeeds(seeds), torch.arange(2, device=outputs.device), torch.zeros(2, 1))
+
+
+def _verify_rows(plan: Plan, pair: Inputs) -> None:
+    """Move every weight whose rows differ from its plain per-datum gradients to the per-sample path."""
+    selection = _selection(plan, pair)
+    tensors = list(plan.weights.values())
+    with torch.enable_grad():
+        chunk = Chunk(plan, map_inputs(lambda t: t.unsqueeze(1), pair), selection)
+        expected = []
+        for i in range(2):
+            f = averaged_output(plan.model, map_inputs(lambda t, i=i: t[i : i + 1], pair))  # type: ignore[misc]
+            expected.append(gradients(f @ selection.of(i).seeds(f)[0, 0], tensors))
+    largest = max(float(g.abs().max()) for g in expected[0] + expected[1]) if tensors else 0.0
+    for index, name in enumerate(plan.weights):
+        if name in plan.persample:
+            continue
+        truth = torch.stack([expected[0][index], expected[1][index]])
+        try:
+            rows = chunk.rows(name)[:, 0]
+        except RuntimeError:  # shapes outside what the rule covers
+            rows = None
+        if rows is None or not torch.allclose(
+            rows, truth, rtol=2e-3, atol=2e-3 * float(truth.abs().max()) + 1e-6 * largest
+        ):
+            plan.persample.add(name)
+    plan.kronecker -= plan.persample
+    used_fast = {i for name, uses in plan.uses_of.items() if name not in plan.persample for i, _ in uses}
+    plan.layouts = [layout if i in used_fast else None for i, layout in enumerate(plan.layouts)]
+    for name in plan.persample:
+        plan.rules[name] = "per-sample"
+
+
+def _nodes(outputs: Tensor) -> set[str]:
+    """Names of all autograd nodes behind the outputs."""
+    pending, seen, names = [outputs.grad_fn], set(), set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.add(node.name().split("::")[-1])
+        pending.extend(n for n, _ in node.next_functions)
+    return names
+
+
+def _verify_shortcut(plan: Plan, pair: Inputs) -> None:
+    """Allow the shortcut if leaving out the cotangents' own derivative changes nothing on two data points."""
+    selection = _selection(plan, pair)
+    generator = torch.Generator().manual_seed(1)
+    bars = {name: torch.randn(2, 1, *w.shape, generator=generator).to(w) for name, w in plan.weights.items()}
+    found = []
+    for full in (False, True):
+        with torch.enable_grad():
+            x = map_inputs(lambda t: t.detach().unsqueeze(1).requires_grad_(), pair)
+            chunk = Chunk(plan, x, selection, differentiate_cotangents=full)
+            for name, bar in bars.items():
+                chunk.pull_rows(name, bar)
+            found.append(torch.cat([g.flatten() for g in chunk.finish(None, tensors_of(x))]))
+    scale = float(found[1].abs().max())
+    plan.provisional = scale == 0
+    plan.piecewise_linear = scale > 0 and torch.allclose(found[0], found[1], rtol=1e-3, atol=1e-4 * scale)

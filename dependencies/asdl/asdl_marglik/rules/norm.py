@@ -1,0 +1,47 @@
+"""Affine parameters of normalisation layers: the scale multiplies the normalised input, the shift is added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Call, Rule, named, register
+
+_SIGNATURES = {
+    F.layer_norm: "input normalized_shape weight bias eps",
+    F.rms_norm: "input normalized_shape weight eps",
+    F.group_norm: "input num_groups weight bias eps",
+    F.batch_norm: "input running_mean running_var weight bias training momentum eps",
+    F.instance_norm: "input running_mean running_var weight bias use_input_stats momentum eps",
+}
+_OVER_LAST_AXES = (F.layer_norm, F.rms_norm)
+
+
+class Normalisation(Rule):
+    """y = w * norm(a) + b:  dy/dw = sum g norm(a),  dy/db = sum g, over all axes that w does not have."""
+
+    name = "normalisation"
+
+    def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
+        arguments = named(_SIGNATURES[func], args, kwargs)
+        if func is F.batch_norm and arguments.get("training"):
+            return None  # mixes the data points of a batch: there is no per-datum Jacobian
+        weights = {role: arguments.pop(role) for role in ("weight", "bias") if arguments.get(role) is not None}
+        inputs = arguments.pop("input")
+        return Call(inputs, weights, {"func": func, "arguments": arguments})
+
+    def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
+        func, shape = call.options["func"], call.weights[role].shape
+        if role == "weight":
+            assert a is not None
+            leading = a.shape
+            flat = a if func in _OVER_LAST_AXES else a.flatten(0, 1)
+            g = g * func(flat, weight=None, **call.options["arguments"]).reshape(leading)
+        if func in _OVER_LAST_AXES:
+            return g.reshape(len(g), -1, *shape).sum(1)
+        return g.reshape(*g.shape[:3], -1).sum((1, 3))  # [n, Q, channels, positions]
+
+
+register(Normalisation(), *_SIGNATURES)

@@ -1,0 +1,98 @@
+"""Structures of the curvature: which parts cover which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from .dense import Dense, Diagonal
+from .errors import CurvatureError
+from .kernel import Gram
+from .kron import Kron, Setting
+from .part import Groups, Part
+from .plan import Plan
+
+EXACT_BLOCK = 1024  # a weight without a Kronecker form gets its exact block up to this side, else its diagonal
+EXACT_BLOCK_ROWS = 2**24  # and up to this many numbers in its rows
+
+Granularity = Literal["module", "tensor"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a recipe may look at: the plan, the prior's groups, and the number of data points and of rows per datum."""
+
+    plan: Plan
+    groups: Groups
+    n_data: int
+    rows_per_datum: int
+    setting: Setting = "expand"
+    granularity: Granularity = "module"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: weight.numel() for name, weight in self.plan.weights.items()}
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_data * self.rows_per_datum
+
+
+def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
+    """The exact block of some weights, in the smaller of row space and weight space (Sylvester: same determinant)."""
+    sizes = {name: problem.sizes[name] for name in names}
+    return Gram(names, problem.groups) if problem.n_rows <= sum(sizes.values()) else Dense(sizes, problem.groups)
+
+
+def _ntk(problem: Problem) -> list[Part]:
+    return [Gram(tuple(problem.sizes), problem.groups)]
+
+
+def _full(problem: Problem) -> list[Part]:
+    return [_exact(problem, tuple(problem.sizes))]
+
+
+def _blockdiag(problem: Problem) -> list[Part]:
+    blocks: dict[str, list[str]] = {}
+    for name in problem.sizes:
+        blocks.setdefault(name.rpartition(".")[0] if problem.granularity == "module" else name, []).append(name)
+    return [_exact(problem, tuple(names)) for names in blocks.values()]
+
+
+def _diag(problem: Problem) -> list[Part]:
+    return [Diagonal({name: size}, problem.groups) for name, size in problem.sizes.items()]
+
+
+def _kfac(problem: Problem) -> list[Part]:
+    return [_kron(problem, name, size) for name, size in problem.sizes.items()]
+
+
+def _kron(problem: Problem, name: str, size: int) -> Part:
+    if name not in problem.plan.kronecker:
+        exact = min(size, problem.n_rows) <= EXACT_BLOCK and size * problem.n_rows <= EXACT_BLOCK_ROWS
+        return _exact(problem, (name,)) if exact else Diagonal({name: size}, problem.groups)
+    weight = problem.plan.weights[name]
+    bias = problem.plan.uses_of[name][0][1] == "bias"
+    reduce = problem.setting == "reduce"
+    return Kron(
+        name, problem.groups[name], problem.setting, problem.n_data, bias=bias,
+        keep_inputs=reduce and problem.n_data < (1 if bias else size // len(weight)),
+        keep_outputs=reduce and problem.n_rows < len(weight),
+    )  # fmt: skip
+
+
+STRUCTURES: dict[str, Callable[[Problem], list[Part]]] = {
+    "ntk": _ntk,
+    "full": _full,
+    "blockdiag": _blockdiag,
+    "kfac": _kfac,
+    "diag": _diag,
+}
+
+
+def parts_of(structure: str, problem: Problem) -> list[Part]:
+    """The parts of a named structure; every weight is in exactly one of them."""
+    if structure not in STRUCTURES:
+        raise CurvatureError(f"unknown structure {structure!r}; choose one of {', '.join(STRUCTURES)}")
+    return STRUCTURES[structure](problem)

@@ -1,0 +1,11 @@
+"""Likelihoods: how targets are distributed given the network's outputs, and a root of the curvature that follows."""
+
+from .base import FromLogProb, Likelihood, likelihood_for
+from .categorical import Categorical
+from .diagonal import Bernoulli, DiagonalLikelihood, Gaussian, HeteroscedasticGaussian, Poisson
+
+__all__ = [
+    "Bernoulli", "Categorical", "DiagonalLikelihood", "FromLogProb", "Gaussian", "HeteroscedasticGaussian",
+    "Likelihood",
+    "Poisson", "likelihood_for",
+]  # fmt: skip

@@ -1,0 +1,107 @@
+"""What a likelihood is, and what follows from its `log_prob` alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from asdl_marglik import eigen_root, psd_sqrt
+from torch import Tensor, nn
+
+from ..errors import MarglikError
+
+Root = Literal["paper", "fisher", "symmetric", "eigen"]
+
+
+class Likelihood(nn.Module):
+    """p(y | f) for outputs f [n, ...]; a subclass needs only `log_prob`.
+
+    The curvature Lambda = -d^2 log p / df^2 is `curvature_scale() * hessian(f, y)`: global factors (temperature, noise)
+    are kept apart so that learning them needs no new pass over the data. Outputs are counted in memory order, C of them
+    in all, whatever their shape.
+    """
+
+    diagonal = False  # whether Lambda is diagonal: then single outputs are true root rows
+    scale_parameters: tuple[str, ...] = ("log_temperature",)  # parameters that enter only through `curvature_scale`
+
+    def __init__(self, temperature: float = 1.0, *, learn_temperature: bool = False):
+        super().__init__()
+        if not temperature > 0:
+            raise MarglikError(f"temperature must be positive, got {temperature}")
+        self.log_temperature = nn.Parameter(
+            torch.tensor(math.log(temperature), dtype=torch.float64), requires_grad=learn_temperature
+        )
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """log p(y_i | f_i) of each datum [n], before the temperature."""
+        raise TypeError(f"{type(self).__name__} must define log_prob(f, y) -> [n]")
+
+    def predict(self, f: Tensor) -> Tensor:
+        """The mean prediction for outputs f."""
+        return f
+
+    def curvature_scale(self) -> Tensor:
+        """The factor between `hessian` and the curvature of the tempered likelihood."""
+        return torch.exp(-self.log_temperature.double())
+
+    def root_parameters(self) -> list[nn.Parameter]:
+        """Learnable parameters that shape the Hessian itself."""
+        return [p for name, p in self.named_parameters() if p.requires_grad and name not in self.scale_parameters]
+
+    def hessian(self, f: Tensor, y: Tensor) -> Tensor:
+        """-d^2 log p / df^2 [n, C, C] by differentiating `log_prob` twice; may still be indefinite."""
+        with torch.enable_grad():
+            flat = f.flatten(1)
+            flat = flat if flat.requires_grad else flat.detach().requires_grad_()
+            log_prob = self.log_prob(flat.reshape(f.shape), y)
+            if log_prob.shape != f.shape[:1]:
+                raise MarglikError(f"log_prob must return one value per datum [{len(f)}], got {tuple(log_prob.shape)}")
+            (slope,) = torch.autograd.grad(log_prob.sum(), flat, create_graph=True)
+            columns = [
+                torch.autograd.grad(slope[:, c].sum(), flat, create_graph=True, allow_unused=True)[0]
+                if slope.requires_grad else None
+                for c in range(flat.shape[1])
+            ]  # fmt: skip
+        return -torch.stack([torch.zeros_like(flat) if c is None else c for c in columns], 1)
+
+    def root(self, f: Tensor, y: Tensor, kind: Root, columns: Tensor) -> Tensor:
+        """Columns [n, C, K] of a root U of the Hessian's positive semi-definite part, U U^T = Lambda."""
+        hessian = self.hessian(f, y)
+        root = eigen_root(hessian) if kind == "eigen" else psd_sqrt(hessian)
+        return root.gather(2, columns.unsqueeze(1).expand(-1, root.shape[1], -1))
+
+    def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        """A root [n, K, K] of the Hessian's sub-block at the given outputs; None for the identity."""
+        hessian = self.hessian(f, y)
+        block = hessian.gather(1, columns.unsqueeze(2).expand(-1, -1, hessian.shape[2]))
+        return psd_sqrt(block.gather(2, columns.unsqueeze(1).expand(-1, columns.shape[1], -1)))
+
+
+class FromLogProb(Likelihood):
+    """A likelihood given by a function `log_prob(f, y) -> [n]`; of an indefinite Hessian the PSD part is used."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0):
+        super().__init__(temperature)
+        self._function = function
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return self._function(f, y)
+
+
+def likelihood_for(spec: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
+    """A likelihood from its name ("classification", "regression"), from a `log_prob` function, or as it is."""
+    from . import Categorical, Gaussian
+
+    if isinstance(spec, Likelihood):
+        return spec
+    if spec == "classification":
+        return Categorical()
+    if spec == "regression":
+        return Gaussian()
+    if callable(spec):
+        return FromLogProb(spec)
+    raise MarglikError(
+        f"likelihood must be 'classification', 'regression', a Likelihood or a function log_prob(f, y), got {spec!r}"
+    )

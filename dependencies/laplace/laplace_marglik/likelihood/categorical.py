@@ -1,0 +1,88 @@
+"""Classes, with softmax outputs; one class axis, any number of further axes (pixels, tokens).
+
+With class probabilities p the curvature is Lambda = diag(p) - p p^T. Its roots, all in log space so that their
+derivatives stay finite when the softmax saturates:
+
+    fisher      U = diag(sqrt p) - p sqrt(p)^T:  column r is sqrt(p_r) times the derivative of log p_r in the outputs
+    symmetric   U = Lambda^{1/2}
+    eigen       U = V E^{1/2}, columns by decreasing eigenvalue
+
+Any partition of the columns of a true root gives a lower bound of the evidence. The published estimator ("paper") takes
+the sub-block of Lambda at the chosen outputs instead, p_c (1 - p_c) for a single one, which is not a bound: with one
+datum, two classes and J P0^-1 J^T = q [[1, -1], [-1, 1]], Lambda = a [[1, -1], [-1, 1]], the exact determinant is 1 +
+4 q a, the product over single outputs (1 + q a)^2, which is smaller whenever 0 < q a < 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from asdl_marglik import eigen_root, psd_sqrt
+from torch import Tensor
+
+from ..errors import MarglikError
+from .base import Likelihood, Root
+
+
+class Categorical(Likelihood):
+    """y in {0, ..., C - 1} with logits f [n, C], or f [n, C, ...] with targets [n, ...], as in `cross_entropy`."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        log_p, y = self._log_p(f), y.reshape(len(f), -1)
+        if y.shape[1] != log_p.shape[1] or y.is_floating_point():
+            raise MarglikError(
+                f"expected integer class indices of shape {(len(f), *f.shape[2:])}, got {tuple(y.shape)} of {y.dtype}"
+            )
+        if y.numel() and not (0 <= int(y.min()) and int(y.max()) < f.shape[1]):
+            raise MarglikError(f"class indices must be in 0..{f.shape[1] - 1}, got {int(y.min())}..{int(y.max())}")
+        return log_p.gather(2, y.unsqueeze(2)).sum((1, 2))
+
+    def predict(self, f: Tensor) -> Tensor:
+        return f.softmax(1)
+
+    def _log_p(self, f: Tensor) -> Tensor:
+        """Log probabilities [n, T, V] at every position."""
+        if f.dim() < 2:
+            raise MarglikError(f"expected logits [n, C, ...], got {tuple(f.shape)}")
+        return f.flatten(2).log_softmax(1).mT if f.dim() > 2 else f.log_softmax(1).unsqueeze(1)
+
+    def hessian(self, f: Tensor, y: Tensor) -> Tensor:
+        p = self._log_p(f).exp()
+        return self._embed(torch.diag_embed(p) - p.unsqueeze(3) * p.unsqueeze(2))
+
+    def _embed(self, blocks: Tensor) -> Tensor:
+        """Blocks [n, T, V, V] per position as one matrix over the flattened outputs [n, V T, V T]."""
+        n, t, v, _ = blocks.shape
+        full = torch.diag_embed(blocks.permute(0, 2, 3, 1))  # [n, V, V, T, T]
+        return full.permute(0, 1, 3, 2, 4).reshape(n, v * t, v * t)
+
+    def root(self, f: Tensor, y: Tensor, kind: Root, columns: Tensor) -> Tensor:
+        log_p = self._log_p(f)
+        p, (n, t, v) = log_p.exp(), log_p.shape
+        if kind == "fisher":
+            roots = torch.diag_embed(torch.exp(log_p / 2)) - p.unsqueeze(3) * torch.exp(log_p / 2).unsqueeze(2)
+        else:
+            hessian = torch.diag_embed(p) - p.unsqueeze(3) * p.unsqueeze(2)
+            roots = eigen_root(hessian) if kind == "eigen" else psd_sqrt(hessian)
+        position, label = columns % t, columns // t
+        index = torch.arange(n, device=f.device).unsqueeze(1)
+        chosen = roots[index, position, :, label]  # [n, K, V]
+        at_position = torch.nn.functional.one_hot(position, t).to(chosen)  # [n, K, T]
+        return torch.einsum("nkv,nkt->nvtk", chosen, at_position).reshape(n, v * t, -1)
+
+    def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        """diag(sqrt p) - c p sqrt(p)^T, c = 1 / (1 + sqrt(1 - sum p)), over the chosen outputs of each position."""
+        log_p = self._log_p(f)
+        n, t, v = log_p.shape
+        position, label = columns % t, columns // t
+        index = torch.arange(n, device=f.device).unsqueeze(1)
+        chosen = log_p[index, position, label]  # [n, K]
+        selected = torch.zeros(n, t, v, dtype=torch.bool, device=f.device)
+        selected[index, position, label] = True
+        rest = log_p.masked_fill(selected, -torch.inf)
+        some_left = (~selected).any(2)
+        safe = rest.masked_fill(~some_left.unsqueeze(2), 0.0)  # logsumexp of nothing has no derivative
+        root_rest = torch.exp(safe.logsumexp(2) / 2) * some_left  # sqrt(1 - sum p)
+        c = (1 / (1 + root_rest)).gather(1, position)  # [n, K]
+        same = (position.unsqueeze(2) == position.unsqueeze(1)).to(chosen.dtype)
+        root_p = torch.exp(chosen / 2)
+        return torch.diag_embed(root_p) - (c * chosen.exp()).unsqueeze(2) * root_p.unsqueeze(1) * same

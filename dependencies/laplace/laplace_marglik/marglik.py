@@ -1,0 +1,333 @@
+"""The marginal likelihood of a network under its linearised Laplace approximation, estimated from a block of data.
+
+log q = log-likelihood - 1/2 scatter - 1/2 log-det ratio        (Immer et al. 2023, eq. 5 and theorem 2)
+log-likelihood = (N/S) sum_{i in block} log p(y_i | f_i) / tau,     scatter = (w - mu)^T P0 (w - mu)
+log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from asdl_marglik import (
+    STRUCTURES,
+    Passes,
+    Plan,
+    PlanChanged,
+    Problem,
+    augmented,
+    evaluating,
+    hyperparameters_in,
+    make_plan,
+    map_inputs,
+    parts_of,
+    statistics,
+    tensors_of,
+    trainable,
+)  # fmt: skip
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .errors import MarglikError
+from .evidence import Evidence, Status
+from .likelihood import Likelihood, likelihood_for
+from .likelihood.base import Root
+from .partition import Block
+from .prior import GaussianPrior
+from .rows import draw_columns, rows_for
+
+CHUNK_BYTES = 2**26  # activations of one chunk, unless `chunk` is given
+SMALLEST_CHUNK, LARGEST_CHUNK = 16, 512  # inputs; convolutions are inefficient below, caches overflow above
+
+
+@dataclass
+class _Block:
+    """A block with everything that stays fixed while its evidence is evaluated, possibly several times."""
+
+    passes: Passes
+    columns_per_datum: int
+    n_outputs: int
+    shape: torch.Size
+    n_data_blocks: float
+    n_column_blocks: float
+    status: Status = field(default="approximation")
+
+    @property
+    def n_blocks(self) -> float:
+        return self.n_data_blocks * self.n_column_blocks
+
+
+class MarginalLikelihood:
+    """Estimates log q(data) from blocks of data, differentiable in every hyperparameter and never in the weights.
+
+    likelihood: "classification", "regression", a `Likelihood` or a function log_prob(f, y).
+    structure: "ntk" | "full" | "blockdiag" | "kfac" | "diag". outputs: root columns per block, None for all. columns:
+    "shared" (one draw for the block) or "iid" (one per data point). root: "paper" | "fisher" | "symmetric" | "eigen".
+    augment: module x [n, ...] -> [n, A, ...]; the network's outputs are averaged over the A copies.
+    hyper: name patterns of parameters inside the network that are hyperparameters, not weights.
+    kfac: weight-sharing setting, "expand" | "reduce". blocks: block-diagonal by "module" or by "tensor".
+    chunk: inputs per forward pass (default: from the size of activations). generator: source of columns and
+    augmentations.
+    """
+
+    def __init__(
+        self, model: nn.Module, likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor], *, n_data: int,
+        prior: GaussianPrior, structure: str = "ntk", outputs: int | None = None,
+        columns: Literal["shared", "iid"] = "shared", root: Root = "paper", augment: nn.Module | None = None,
+        hyper: Iterable[str] = (), kfac: Literal["expand", "reduce"] = "expand",
+        blocks: Literal["module", "tensor"] = "module", chunk: int | None = None,
+        generator: torch.Generator | None = None,
+    ):  # fmt: skip
+        for name, value, choices in (
+            ("structure", structure, tuple(STRUCTURES)), ("columns", columns, ("shared", "iid")),
+            ("root", root, ("paper", "fisher", "symmetric", "eigen")), ("kfac", kfac, ("expand", "reduce")),
+            ("blocks", blocks, ("module", "tensor")),
+        ):  # fmt: skip
+            if value not in choices:
+                raise MarglikError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        for name, number in (("n_data", n_data), ("outputs", outputs), ("chunk", chunk)):
+            if number is not None and number < 1:
+                raise MarglikError(f"{name} must be at least 1, got {number}")
+        self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
+        self.n_data, self.structure, self.outputs, self.columns, self.root = n_data, structure, outputs, columns, root
+        self.augment, self.kfac, self.blocks, self.chunk = augment, kfac, blocks, chunk
+        self.hyper = tuple(hyper)
+        self._hyper_in_network = hyperparameters_in(model, self.hyper)
+        self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
+        self._plan: Plan | None = None
+        prior.deviations(self.weights)  # refuses a prior for another model
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        return trainable(self.model, self.hyper)
+
+    def hyperparameters(self) -> list[nn.Parameter]:
+        """Everything `total` can be differentiated in: prior, likelihood, augmentation, and inside the network."""
+        modules: list[nn.Module] = [self.prior, self.likelihood]
+        if self.augment is not None:
+            modules.append(self.augment)
+        found = [p for module in modules for p in module.parameters() if p.requires_grad]
+        return list(dict.fromkeys([*found, *self._hyper_in_network.values()]))
+
+    # ------------------------------------------------------------------------------------------------ objectives
+
+    def map_loss(self, x: Any, y: Tensor) -> Tensor:
+        """Loss for the weights, per datum: -log p / tau + penalty / (2 N); detached from every hyperparameter."""
+        f = self.outputs_of(x)
+        scale = torch.exp(-self.likelihood.log_temperature.detach())
+        with _frozen(self.likelihood):
+            data = -(self.likelihood.log_prob(f, y).mean() * scale.to(f.dtype))
+        return data + self.prior.penalty(self.weights) / (2 * self.n_data)
+
+    def outputs_of(self, x: Any) -> Tensor:
+        """Outputs averaged over augmented copies, in the model's current mode; for training and prediction."""
+        detached = {name: p.detach() for name, p in self._hyper_in_network.items()}
+        if self.augment is None:
+            return functional_call(self.model, detached, (x,)) if detached else self.model(x)
+        with torch.no_grad():
+            copies = augmented(self.augment, x, self._seed())
+        n, a = tensors_of(copies)[0].shape[:2]
+        flat = map_inputs(lambda t: t.flatten(0, 1), copies)
+        f = functional_call(self.model, detached, (flat,)) if detached else self.model(flat)
+        return f.unflatten(0, (n, a)).mean(1)
+
+    def __call__(self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None) -> Evidence:
+        """The evidence of all data estimated from this block.
+
+        columns: explicit root columns [K] or [S, K]. block: the `Block` of a partition that x and y are, for its
+        columns and counts.
+        """
+        return self._with_plan(x, lambda: self._evidence(self._single_block(x, y, columns, block)))
+
+    def cached(
+        self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
+    ) -> Callable[[], Evidence]:
+        """A function that evaluates this block again for the current prior, noise and temperature, at S x S cost."""
+
+        def prepare() -> _Block:
+            prepared = self._single_block(x, y, columns, block)
+            prepared.passes.network_leaves, prepared.passes.differentiate_augmentation = [], False
+            prepared.passes.reuse = True
+            with torch.no_grad():
+                statistics(prepared.passes, self.prior.log_precision)
+            return prepared
+
+        prepared = self._with_plan(x, prepare)
+        return lambda: self._evidence(prepared)
+
+    def full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Evidence:
+        """One block of all N data, streamed from a loader that gives the same batches every time (shuffle=False)."""
+        first = next(iter(loader), None)
+        if first is None:
+            raise MarglikError("the loader is empty; it must yield (x, y) batches of all n_data data points")
+        return self._with_plan(self._placed(first[0]), lambda: self._evidence(self._all_data(loader)))
+
+    def describe(self, x: Any) -> str:
+        """How each weight's curvature is computed, as a table; x is any batch of inputs."""
+        plan = self._planned(self._placed(x))
+        n = len(tensors_of(x)[0])
+        labels = {name: part.label for part in self._parts(plan, n, self._k(plan)) for name in part.names}
+        width = max(len(name) for name in plan.weights)
+        lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
+        for name, w in plan.weights.items():
+            lines.append(f"{name:<{width}}  {w.numel():>10}  {plan.rules[name]:<26}  {labels[name]}")
+        lines.append(
+            f"piecewise linear: {plan.piecewise_linear}; inputs per chunk: {self._chunk_inputs(plan, self._k(plan))}"
+        )
+        return "\n".join(lines)
+
+    # -------------------------------------------------------------------------------------------------- assembly
+
+    def _with_plan(self, x: Any, compute: Callable[[], Any]) -> Any:
+        """Run `compute`; if the model takes another path than planned, plan again once."""
+        try:
+            return compute()
+        except PlanChanged:
+            self._plan = None
+        try:
+            return compute()
+        except PlanChanged:
+            raise MarglikError(
+                "the model uses its weights differently from one data point to the next (data-dependent control flow); "
+                "evaluate such data in separate blocks"
+            ) from None
+
+    def _planned(self, x: Any) -> Plan:
+        weights = self.weights
+        known = self._plan
+        fits = known is not None and [*known.weights] == [*weights] and not known.provisional
+        if not fits or any(known.weights[name] is not w for name, w in weights.items()):  # type: ignore[union-attr]
+            with evaluating(self.model):
+                self._plan = make_plan(self.model, weights, x)
+        assert self._plan is not None
+        return self._plan
+
+    def _k(self, plan: Plan) -> int:
+        c = plan.output_shape.numel()
+        if self.outputs is not None and self.outputs > c:
+            raise MarglikError(f"outputs={self.outputs} but the network has only {c}; use outputs={c} or None for all")
+        return self.outputs or c
+
+    def _parts(self, plan: Plan, n: int, k: int) -> list:
+        return parts_of(self.structure, Problem(plan, self.prior.groups, n, k, self.kfac, self.blocks))
+
+    def _chunk_inputs(self, plan: Plan, k: int) -> int:
+        if self.chunk is not None:
+            return self.chunk
+        fitting = CHUNK_BYTES // max(1, plan.bytes_per_input * (1 + k // 2))
+        return min(max(fitting, SMALLEST_CHUNK), LARGEST_CHUNK)
+
+    def _single_block(self, x: Any, y: Tensor, columns: Tensor | None, block: Block | None) -> _Block:
+        x, y = self._placed(x), self._placed(y)
+        n = len(y)
+        if n == 0 or any(len(t) != n for t in tensors_of(x)):
+            lengths = [len(t) for t in tensors_of(x)]
+            raise MarglikError(
+                f"expected at least one datum and as many inputs as targets, got {lengths} inputs and {n} targets"
+            )
+        if n > self.n_data:
+            raise MarglikError(
+                f"a block of {n} data points from n_data={self.n_data}: n_data is the size of the whole training set"
+            )
+        plan = self._planned(x)
+        c = plan.output_shape.numel()
+        if columns is None and block is not None:
+            columns = block.columns
+        if columns is None:
+            columns = draw_columns(n, c, self._k(plan), self.columns == "iid", self.generator)
+        columns = _checked(columns, n, c).to(y.device)
+        k = columns.shape[1]
+        counts = (block.n_data_blocks, block.n_column_blocks) if block is not None else (self.n_data / n, c / k)
+        passes = self._passes(plan, n, k, lambda: [(x, y, columns)])
+        return self._finished(_Block(passes, k, c, plan.output_shape, *counts))
+
+    def _all_data(self, loader: Iterable[tuple[Any, Tensor]]) -> _Block:
+        plan = self._planned(self._placed(next(iter(loader))[0]))
+        c, k = plan.output_shape.numel(), self._k(plan)
+        seed = self._seed()
+
+        def batches() -> Iterable[tuple[Any, Tensor, Tensor]]:
+            generator = torch.Generator().manual_seed(seed)  # the same columns in both passes
+            shared = None if self.columns == "iid" else draw_columns(1, c, k, False, generator)
+            for x, y in loader:
+                own = draw_columns(len(y), c, k, True, generator) if shared is None else shared.expand(len(y), -1)
+                y = self._placed(y)
+                yield self._placed(x), y, own.to(y.device)
+
+        return self._finished(_Block(self._passes(plan, self.n_data, k, batches), k, c, plan.output_shape, 1, c / k))
+
+    def _passes(self, plan: Plan, n: int, k: int, batches: Callable[[], Iterable]) -> Passes:
+        rule = rows_for(self.likelihood, plan.output_shape, self.root, k)
+        in_network = list(self._hyper_in_network.values())
+        return Passes(
+            plan, self._parts(plan, n, k), rule, batches, self.augment, self._chunk_inputs(plan, k), self._seed(),
+            network_leaves=[*in_network, *self.likelihood.root_parameters()], hyper_in_network=bool(in_network),
+        )  # fmt: skip
+
+    def _finished(self, block: _Block) -> _Block:
+        everything = block.n_blocks == 1
+        true_root = self.root != "paper" or self.likelihood.diagonal or block.columns_per_datum == block.n_outputs
+        if self.structure == "kfac" or not true_root:
+            block.status = "approximation"
+        else:
+            block.status = "exact" if everything and self.structure in ("ntk", "full") else "bound"
+        return block
+
+    def _evidence(self, block: _Block) -> Evidence:
+        passes = block.passes
+        f, parts = statistics(passes, self.prior.log_precision)
+        y, columns = torch.cat(passes.targets), torch.cat(passes.columns)
+        if block.n_data_blocks == 1 and len(y) != self.n_data:
+            raise MarglikError(f"the loader gave {len(y)} data points but n_data={self.n_data}; they must agree")
+        mixing = passes.rule.weights(f, y, columns)
+        theta, scale = self.prior.log_precision.double(), self.likelihood.curvature_scale()
+        log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
+        log_prob = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), y).sum()
+        return Evidence(
+            log_likelihood=block.n_data_blocks * log_prob * torch.exp(-self.likelihood.log_temperature.double()),
+            scatter=self.prior.scatter(self.weights),
+            log_det_ratio=block.n_blocks * torch.stack(log_dets).sum(),
+            n_blocks=block.n_blocks,
+            status=block.status,
+        )
+
+    def _seed(self) -> int:
+        return int(torch.randint(2**31, (), generator=self.generator))
+
+    def _placed(self, x: Any) -> Any:
+        device = next(iter(self.model.parameters())).device
+        return map_inputs(lambda t: t.to(device), x)
+
+
+class _frozen:
+    """A module's parameters as constants inside the context."""
+
+    def __init__(self, module: nn.Module):
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def __enter__(self) -> None:
+        for p in self._parameters:
+            p.requires_grad_(False)
+
+    def __exit__(self, *_: object) -> None:
+        for p in self._parameters:
+            p.requires_grad_(True)
+
+
+def _checked(columns: Tensor, n: int, c: int) -> Tensor:
+    """Columns as [n, K], distinct and in range."""
+    columns = torch.as_tensor(columns)
+    if columns.dim() == 1:
+        columns = columns.expand(n, -1)
+    if columns.dim() != 2 or len(columns) != n or columns.is_floating_point() or not columns.shape[1]:
+        raise MarglikError(
+            f"columns must be integers [K] or [{n}, K], got {columns.dtype} of shape {tuple(columns.shape)}"
+        )
+    if int(columns.min()) < 0 or int(columns.max()) >= c:
+        raise MarglikError(f"columns must be in 0..{c - 1}, got {int(columns.min())}..{int(columns.max())}")
+    if (columns.sort(1).values.diff(dim=1) == 0).any():
+        raise MarglikError("columns of a datum must be distinct; a repeated row would be counted twice")
+    return columns

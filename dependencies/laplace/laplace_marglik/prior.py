@@ -1,0 +1,140 @@
+"""Gaussian priors over weights with one learnable precision per group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from asdl_marglik import Groups, matches, trainable
+from torch import Tensor, nn
+
+from .errors import MarglikError
+
+Structure = Literal["scalar", "layerwise", "diagonal"]
+
+
+class GaussianPrior(nn.Module):
+    """w ~ N(mean, precision^-1), the precision shared within groups of weights.
+
+    Groups: "scalar" (one for all), "layerwise" (one per parameter tensor), "diagonal" (one per element), or a mapping
+    from name patterns to group names, the first pattern that fits deciding ({"head.*": "head", "*": "body"}).
+    `log_precision` [G] is the parameter to learn, groups in the order of `model.named_parameters()`.
+
+    precision: initial value, one for all, or by group name. mean: a number, a mapping from parameter names to tensors
+    (others zero), or "current" for the weights as they are now (L2-SP). hyper: name patterns of parameters that are not
+    weights.
+    """
+
+    log_precision: nn.Parameter
+
+    def __init__(
+        self, model: nn.Module, structure: Structure | Mapping[str, str] = "layerwise",
+        precision: float | Mapping[str, float] = 1.0, *,
+        mean: float | Mapping[str, Tensor] | Literal["current"] = 0.0, hyper: Iterable[str] = (),
+    ):  # fmt: skip
+        super().__init__()
+        weights = trainable(model, hyper)
+        if not weights:
+            raise MarglikError("the model has no parameters that require grad; unfreeze some or name fewer as hyper")
+        self.groups: Groups
+        self.group_names: list[str]
+        self.groups, self.group_names = _groups(structure, weights)
+        first = next(iter(weights.values()))
+        self.log_precision = nn.Parameter(_initial(precision, self.groups, self.group_names, first))
+        self._means = _means(mean, weights)
+
+    @property
+    def precision(self) -> Tensor:
+        return self.log_precision.exp()
+
+    def precisions(self) -> dict[str, Tensor]:
+        """The precision of each weight: a scalar, or one value per element."""
+        return {name: self.log_precision.detach()[group].exp() for name, group in self.groups.items()}
+
+    def mean_of(self, name: str) -> Tensor | float:
+        return self._means.get(name, 0.0)
+
+    def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """w - mean of each weight."""
+        missing = [name for name in weights if name not in self.groups]
+        if missing:
+            raise MarglikError(
+                f"the prior has no group for {missing[0]!r}; build it for this model, with the same hyper patterns, "
+                "after freezing or unfreezing parameters"
+            )
+        deviations = {}
+        for name, w in weights.items():
+            mean = self.mean_of(name)
+            deviations[name] = w - (mean.to(w) if isinstance(mean, Tensor) else mean)
+        return deviations
+
+    def scatter(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """(w - mean)^T P0 (w - mean) in float64; differentiable in the precision, not in the weights."""
+        theta = self.log_precision.double()
+        squares = torch.zeros_like(theta).detach()
+        for name, deviation in self.deviations(weights).items():
+            square = deviation.detach().double().square()
+            group = self.groups[name]
+            squares[group] += square.sum() if isinstance(group, int) else square.flatten()
+        return (theta.exp() * squares).sum()
+
+    def penalty(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The same quadratic form for training the weights: differentiable in them, not in the precision."""
+        precision = self.log_precision.detach().exp()
+        terms = []
+        for name, deviation in self.deviations(weights).items():
+            group = self.groups[name]
+            scale = precision[group].to(deviation.dtype)
+            square = deviation.square()
+            terms.append(scale * square.sum() if isinstance(group, int) else (scale * square.flatten()).sum())
+        return torch.stack(terms).sum()
+
+
+def _groups(structure: Structure | Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[Groups, list[str]]:
+    if isinstance(structure, Mapping):
+        return _groups_by_pattern(structure, weights)
+    if structure == "scalar":
+        return dict.fromkeys(weights, 0), ["all"]
+    if structure == "layerwise":
+        return {name: i for i, name in enumerate(weights)}, list(weights)
+    if structure == "diagonal":
+        groups: dict[str, int | slice] = {}
+        names: list[str] = []
+        for name, w in weights.items():
+            groups[name] = slice(len(names), len(names) + w.numel())
+            names.extend([name] * w.numel())
+        return groups, names
+    raise MarglikError(f"structure must be scalar, layerwise, diagonal or a mapping of patterns, got {structure!r}")
+
+
+def _groups_by_pattern(patterns: Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[Groups, list[str]]:
+    of = {}
+    for name in weights:
+        fitting = [group for pattern, group in patterns.items() if matches(name, [pattern])]
+        if not fitting:
+            raise MarglikError(f"no pattern of {list(patterns)} fits the weight {name!r}; add one, or '*' for the rest")
+        of[name] = fitting[0]
+    names = list(dict.fromkeys(of.values()))
+    return {name: names.index(group) for name, group in of.items()}, names
+
+
+def _initial(precision: float | Mapping[str, float], groups: Groups, names: list[str], like: Tensor) -> Tensor:
+    values = [precision[n] if isinstance(precision, Mapping) else precision for n in names]
+    if not all(v > 0 and math.isfinite(v) for v in values):
+        raise MarglikError(f"prior precision must be positive and finite, got {precision}")
+    return torch.tensor([math.log(v) for v in values], dtype=like.dtype, device=like.device)
+
+
+def _means(mean: float | Mapping[str, Tensor] | str, weights: Mapping[str, Tensor]) -> dict[str, Tensor | float]:
+    if isinstance(mean, str):
+        if mean != "current":
+            raise MarglikError(f"mean must be a number, a mapping of tensors or 'current', got {mean!r}")
+        return {name: w.detach().clone() for name, w in weights.items()}
+    if not isinstance(mean, Mapping):
+        return dict.fromkeys(weights, float(mean))
+    unknown = [name for name in mean if name not in weights]
+    if unknown:
+        raise MarglikError(f"prior mean given for {unknown[0]!r}, which is not a weight; weights are {list(weights)}")
+    return {name: m.detach().clone() for name, m in mean.items()}

@@ -1,0 +1,58 @@
+"""Which rows of U^T J a block contains, in the two forms the curvature engine takes.
+
+Single outputs: constant seeds (one-hot), with the root of the sub-block of Lambda as mixing weights afterwards. Used
+for all outputs (any root gives the same determinant), for diagonal Lambda, and for the published estimator.
+Root columns: the seeds are columns of a true root and depend on the outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .likelihood import Likelihood
+from .likelihood.base import Root
+
+
+@dataclass
+class SingleOutputs:
+    likelihood: Likelihood
+    shape: torch.Size  # of one datum's outputs
+    seeds_follow_outputs = False
+
+    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(columns, f.shape[1]).to(f.dtype)
+
+    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return self.likelihood.block_root(f.double().reshape(-1, *self.shape), y, columns)
+
+
+@dataclass
+class RootColumns:
+    likelihood: Likelihood
+    shape: torch.Size
+    kind: Root
+    seeds_follow_outputs = True
+
+    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return self.likelihood.root(f.double().reshape(-1, *self.shape), y, self.kind, columns).mT
+
+    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return None
+
+
+def rows_for(likelihood: Likelihood, shape: torch.Size, root: Root, outputs: int) -> SingleOutputs | RootColumns:
+    """The form in which `outputs` of all root columns are computed."""
+    if root == "paper" or likelihood.diagonal or outputs == shape.numel():
+        return SingleOutputs(likelihood, shape)
+    return RootColumns(likelihood, shape, root)
+
+
+def draw_columns(n: int, n_outputs: int, k: int, iid: bool, generator: torch.Generator) -> Tensor:
+    """Random distinct columns [n, k]: the same for all data points, or drawn for each (`iid`)."""
+    if k == n_outputs:
+        return torch.arange(n_outputs).expand(n, -1)
+    draws = torch.rand(n if iid else 1, n_outputs, generator=generator).argsort(1)[:, :k]
+    return draws if iid else draws.expand(n, -1)

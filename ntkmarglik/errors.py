@@ -1,0 +1,5 @@
+"""The one exception of the package."""
+
+
+class NtkMarglikError(Exception):
+    """A problem the user can fix: the message says what was expected, what came and what to do about it."""
