@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import persample
 from .network import Inputs, map_inputs, tensors_of
-from .record import Recorder
+from .record import Recorder, Use
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -92,35 +92,34 @@ class Chunk:
         aligned = use.rule.align_input(use.call, layout.axis, tuple(use.shape))
         return None if aligned is None else layout.standard(aligned, self.n * self.copies, self.n)
 
-    def _backward(self, seed: Tensor, create_graph: bool) -> list[Tensor | None]:
-        """The standardised output cotangent of every use, for one seed per datum [n, C]."""
-        wanted = [i for i, (_, layout) in enumerate(self._uses) if layout is not None]
-        found: list[Tensor | None] = [None] * len(self._uses)
-        if wanted:
-            edges = [self._uses[i][0].edge for i in wanted]
-            cotangents = torch.autograd.grad(
-                self.f, edges, seed, retain_graph=True, create_graph=create_graph, allow_unused=True
-            )
-            for i, g in zip(wanted, cotangents, strict=True):
-                use, layout = self._uses[i]
-                if g is not None and layout is not None:
-                    use.call.options["axis"] = layout.axis
-                    found[i] = layout.standard(g, self.n * self.copies, self.n)
+    def _backward(self, seed: Tensor, create_graph: bool) -> dict[int, Tensor]:
+        """The standardised output cotangent of every planned use, for one seed per datum [n, C]."""
+        planned = {i: (use, layout) for i, (use, layout) in enumerate(self._uses) if layout is not None}
+        if not planned:
+            return {}
+        edges = [use.edge for use, _ in planned.values()]
+        cotangents = torch.autograd.grad(
+            self.f, edges, seed, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+        found = {}
+        for (i, (use, layout)), g in zip(planned.items(), cotangents, strict=True):
+            use.call.options["axis"] = layout.axis
+            g = self.f.new_zeros(use.shape) if g is None else g  # None: the outputs do not depend on this use
+            found[i] = layout.standard(g, self.n * self.copies, self.n)
         return found
 
     def rows(self, name: str) -> Tensor:
         """Jacobian rows [n, K, *shape] of one weight, one per seed, without a graph."""
         if name in self.plan.persample:
             return self._persample_rows()[name]
-        weight = self.plan.weights[name]
         rows = []
-        for k in range(self.k):
+        for cotangents in self._cotangents:
             terms = []
             for index, role in self.plan.uses_of[name]:
-                (use, _), g = self._uses[index], self._cotangents[k][index]
-                if g is not None:
-                    terms.append(use.rule.rows(use.call, role, _detached(self._inputs[index]), g.detach()))
-            rows.append(sum(terms[1:], terms[0]) if terms else weight.new_zeros(self.n, *weight.shape))
+                use, _ = self._uses[index]
+                a, g = _detached(self._inputs[index]), cotangents[index].detach()
+                terms.append(use.rule.rows(use.call, role, a, g))
+            rows.append(sum(terms[1:], terms[0]))
         return torch.stack(rows, 1) if len(rows) > 1 else rows[0].unsqueeze(1)
 
     def pull_rows(self, name: str, bar: Tensor) -> None:
@@ -138,38 +137,30 @@ class Chunk:
         found = []
         for index, role in self.plan.uses_of[name]:
             use, _ = self._uses[index]
-            cotangents = [c[index] for c in self._cotangents]
-            if any(g is None for g in cotangents):
-                continue
             a = _detached(self._inputs[index])
             patches = None if a is None else use.rule.patches(use.call, role, a)
-            positions = [use.rule.positions(use.call, role, g.detach()) for g in cotangents if g is not None]
-            found.append((self._by_copy(patches), [self._by_copy(p) for p in positions]))
-        return found  # type: ignore[return-value]
+            positions = [use.rule.positions(use.call, role, c[index].detach()) for c in self._cotangents]
+            found.append((None if patches is None else self._by_copy(patches), [self._by_copy(p) for p in positions]))
+        return found
 
     def pull_factors(self, name: str, bars: list[tuple[Tensor | None, list[Tensor | None]]]) -> None:
         """Take the cotangents of `factors(name)` back."""
-        live = [
-            (index, role) for index, role in self.plan.uses_of[name]
-            if all(c[index] is not None for c in self._cotangents)
-        ]  # fmt: skip
-        for (index, role), (patches_bar, positions_bars) in zip(live, bars, strict=True):
+        for (index, role), (patches_bar, positions_bars) in zip(self.plan.uses_of[name], bars, strict=True):
             use, _ = self._uses[index]
+
+            def patches(a: Tensor, _: Tensor | None, use: Use = use, role: str = role) -> Tensor:
+                found = use.rule.patches(use.call, role, a)
+                assert found is not None  # it had a cotangent
+                return self._by_copy(found)
+
+            def positions(_: Tensor | None, g: Tensor, use: Use = use, role: str = role) -> Tensor:
+                return self._by_copy(use.rule.positions(use.call, role, g))
+
             if patches_bar is not None:
-                self._pull(
-                    index,
-                    None,
-                    lambda a, _, use=use, role=role: self._by_copy(use.rule.patches(use.call, role, a)),
-                    patches_bar,
-                )
+                self._pull(index, None, patches, patches_bar)
             for k, bar in enumerate(positions_bars):
                 if bar is not None:
-                    self._pull(
-                        index,
-                        k,
-                        lambda _, g, use=use, role=role: self._by_copy(use.rule.positions(use.call, role, g)),
-                        bar,
-                    )
+                    self._pull(index, k, positions, bar)
 
     def pull_mixing(self, bar: Tensor | None) -> None:
         """Take the cotangent of `weights()` back."""
@@ -204,8 +195,6 @@ class Chunk:
         """Cotangents of one use's input and of its k-th output cotangent, from the cotangent of `function(a, g)`."""
         graph_a = self._inputs[index]
         graph_g = None if k is None else self._cotangents[k][index]
-        if k is not None and graph_g is None:
-            return
         wanted_a = graph_a is not None and graph_a.requires_grad
         wanted_g = graph_g is not None and self._differentiable and graph_g.requires_grad
         if not (wanted_a or wanted_g):
@@ -214,7 +203,7 @@ class Chunk:
         with torch.enable_grad():
             leaves = [t.requires_grad_() for t, wanted in ((a, wanted_a), (g, wanted_g)) if wanted and t is not None]
             result = function(a, g)
-            if result is None or not result.requires_grad:
+            if not result.requires_grad:
                 return
             found = torch.autograd.grad(result, leaves, bar, allow_unused=True)
         targets = [t for t, wanted in ((graph_a, wanted_a), (graph_g, wanted_g)) if wanted and t is not None]
@@ -230,10 +219,8 @@ class Chunk:
         self._outputs.append(output)
         self._bars.append(bar)
 
-    def _by_copy(self, t: Tensor | None) -> Tensor | None:
+    def _by_copy(self, t: Tensor) -> Tensor:
         """[n, A * m, T, groups, D] -> [n, A, m * T, groups, D]."""
-        if t is None:
-            return None
         return t.reshape(self.n, self.copies, -1, *t.shape[3:])
 
     def _persample_rows(self) -> dict[str, Tensor]:

@@ -2,10 +2,14 @@
 
     log|I + V P0^-1 V^T|,   V P0^-1 V^T = sum_g exp(-log_precision_g) V_g V_g^T
 
-Cost N^2 P for N rows; the rows (N P numbers) are kept only if a second pass will need them.
+A weight's rows are held as they are (N P numbers, N^2 P operations) or, where that is cheaper, as the factors of which
+they are sums of outer products: v_i = sum_t g_it a_it^T, <v_i, v_j> = sum_tt' <a_it, a_jt'> <g_it, g_jt'>.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -15,40 +19,122 @@ from .linalg import log_det_identity_plus, weighted_sum
 from .part import Groups, Part
 
 
+class _Store(ABC):
+    """How the rows of one weight are kept."""
+
+    slots: int  # number of observations
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @abstractmethod
+    def observe(self, chunk: Chunk) -> list[Tensor]:
+        """The chunk's observations, each [n, ...]."""
+
+    @abstractmethod
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        """V P^-1 V^T [N, N] for a precision per element, V V^T without."""
+
+    @abstractmethod
+    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
+        """Hand the chunk of data `own` its cotangents, from the symmetric cotangent of its rows of the Gram matrix."""
+
+
+class _Rows(_Store):
+    """Rows as they are, [n, K, P]."""
+
+    slots = 1
+
+    def observe(self, chunk: Chunk) -> list[Tensor]:
+        return [chunk.rows(self.name).reshape(chunk.n, chunk.k, -1)]
+
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        v = kept[0].flatten(0, 1)
+        return (v if inverse_precision is None else v * inverse_precision) @ v.mT
+
+    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
+        rows_bar = bar @ kept[0].flatten(0, 1)
+        if inverse_precision is not None:
+            rows_bar = rows_bar * inverse_precision
+        chunk.pull_rows(self.name, rows_bar.reshape(chunk.n, chunk.k, *chunk.plan.weights[self.name].shape))
+
+
+class _Factors(_Store):
+    """Inputs a [n, T, D] and output cotangents g [n, K, T, O] of a linear map with few shared positions T."""
+
+    slots = 2
+
+    def observe(self, chunk: Chunk) -> list[Tensor]:
+        ((patches, positions),) = chunk.factors(self.name)
+        assert patches is not None
+        return [patches.flatten(1, 3), torch.stack([g.flatten(1, 3) for g in positions], 1)]
+
+    def _products(self, kept: list[Tensor], own: slice) -> tuple[Tensor, Tensor]:
+        """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with all."""
+        a, g = kept
+        inputs = a[own].flatten(0, 1) @ a.flatten(0, 1).mT
+        outputs = g[own].flatten(0, 2) @ g.flatten(0, 2).mT
+        n, t, (k,) = len(a[own]), a.shape[1], g.shape[1:2]
+        return inputs.view(n, 1, t, len(a), 1, t), outputs.view(n, k, t, len(a), k, t)
+
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        inputs, outputs = self._products(kept, slice(None))
+        n, k = outputs.shape[:2]
+        return (inputs * outputs).sum((2, 5)).reshape(n * k, n * k)
+
+    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
+        a, g = kept
+        inputs, outputs = self._products(kept, own)
+        n, k, t = outputs.shape[:3]
+        bar = bar.view(n, k, 1, len(a), k, 1)
+        a_bar = (bar * outputs).sum((1, 4)).reshape(n * t, -1) @ a.flatten(0, 1)
+        g_bar = (bar * inputs).reshape(n * k * t, -1) @ g.flatten(0, 2)
+        ((patches, positions),) = chunk.factors(self.name)
+        assert patches is not None
+        by_seed = g_bar.view(n, k, t, -1).unbind(1)
+        bars = [b.reshape(p.shape) for b, p in zip(by_seed, positions, strict=True)]
+        chunk.pull_factors(self.name, [(a_bar.reshape(patches.shape), list(bars))])
+
+
 class Gram(Part):
-    """Exact curvature of its weights, in the space of rows."""
+    """Exact curvature of its weights, in the space of rows; `factored` names those kept as factors."""
 
     label = "kernel"
 
-    def __init__(self, names: tuple[str, ...], groups: Groups):
+    def __init__(self, names: tuple[str, ...], groups: Groups, factored: Collection[str] = ()):
         self.names, self.groups = names, groups
-        self.kinds = tuple("rows" for _ in names)
+        self.stores = [
+            _Factors(name) if name in factored and isinstance(groups[name], int) else _Rows(name) for name in names
+        ]
+        self.kinds = tuple("rows" for store in self.stores for _ in range(store.slots))
         self.shared = sorted({g for name in names if isinstance(g := groups[name], int)})
         self.elementwise = [name for name in names if isinstance(groups[name], slice)]
 
     def observe(self, chunk: Chunk) -> list[Tensor]:
-        return [chunk.rows(name).reshape(chunk.n, chunk.k, -1) for name in self.names]  # each [n, K, P]
+        return [observation for store in self.stores for observation in store.observe(chunk)]
+
+    def _kept(self, observations: list[Tensor]) -> list[list[Tensor]]:
+        """Observations by weight."""
+        remaining = iter(observations)
+        return [[next(remaining) for _ in range(store.slots)] for store in self.stores]
+
+    def _inverse(self, name: str, log_precision: Tensor, like: Tensor) -> Tensor | None:
+        group = self.groups[name]
+        return None if isinstance(group, int) else torch.exp(-log_precision[group]).to(like.dtype)
+
+    def _index(self, name: str) -> int:
+        """Which Gram matrix a weight belongs to: that of its prior group, or the last one."""
+        group = self.groups[name]
+        return self.shared.index(group) if isinstance(group, int) else -1
 
     def summarise(self, observations: list[Tensor], log_precision: Tensor) -> list[Tensor]:
         """One Gram matrix per shared prior group, then one for all weights with a precision per element."""
-        n_rows = observations[0].shape[:2].numel()
-        grams = observations[0].new_zeros(len(self.shared) + bool(self.elementwise), n_rows, n_rows)
-        for name, rows in zip(self.names, observations, strict=True):
-            v, group = rows.flatten(0, 1), self.groups[name]
-            index = self.shared.index(group) if isinstance(group, int) else -1
-            scaled = v if isinstance(group, int) else v * torch.exp(-log_precision[group]).to(v.dtype)
-            grams[index].addmm_(scaled, v.mT)
-        return [grams]
-
-    def _row_bar(self, name: str, gram_bar: Tensor, rows: Tensor, log_precision: Tensor) -> Tensor:
-        """Cotangent of the rows that `gram_bar` [m, N] belongs to."""
-        bar = gram_bar @ rows.flatten(0, 1)
-        group = self.groups[name]
-        return bar if isinstance(group, int) else bar * torch.exp(-log_precision[group]).to(bar.dtype)
-
-    def _bar_of(self, name: str, bars: list[Tensor]) -> Tensor:
-        group = self.groups[name]
-        return bars[0][self.shared.index(group) if isinstance(group, int) else -1]
+        grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
+        for store, kept in zip(self.stores, self._kept(observations), strict=True):
+            index = self._index(store.name)
+            gram, known = store.gram(kept, self._inverse(store.name, log_precision, kept[0])), grams[index]
+            grams[index] = gram if known is None else known.add_(gram)
+        return [torch.stack([gram for gram in grams if gram is not None])]
 
     def precision_gradient(
         self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
@@ -56,22 +142,22 @@ class Gram(Part):
         if not self.elementwise:
             return None
         gradient = torch.zeros_like(log_precision)
-        for name, rows in zip(self.names, observations, strict=True):
-            if name in self.elementwise:
-                weighted = self._row_bar(name, self._bar_of(name, bars), rows, log_precision)
-                gradient[self.groups[name]] = -(weighted * rows.flatten(0, 1)).sum(0).to(gradient.dtype)
+        for store, kept in zip(self.stores, self._kept(observations), strict=True):
+            inverse = self._inverse(store.name, log_precision, kept[0])
+            if inverse is not None:
+                v = kept[0].flatten(0, 1)
+                slope = -((bars[0][-1] @ v) * v).sum(0) * inverse
+                gradient[self.groups[store.name]] = slope.to(gradient.dtype)
         return gradient
 
     def pull(
         self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
     ) -> None:
-        k = observations[0].shape[1]
-        own = slice(rows.start * k, rows.stop * k)
-        for name, v in zip(self.names, observations, strict=True):
-            gram_bar = self._bar_of(name, bars)
-            symmetric = gram_bar[own] + gram_bar[:, own].mT
-            bar = self._row_bar(name, symmetric, v, log_precision)
-            chunk.pull_rows(name, bar.reshape(chunk.n, k, *chunk.plan.weights[name].shape))
+        own = slice(rows.start * chunk.k, rows.stop * chunk.k)
+        for store, kept in zip(self.stores, self._kept(observations), strict=True):
+            bar = bars[0][self._index(store.name)]
+            symmetric = bar[own] + bar[:, own].mT
+            store.pull(chunk, kept, rows, symmetric, self._inverse(store.name, log_precision, kept[0]))
 
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor

@@ -66,19 +66,12 @@ class Kron(Part):
         return [first, positions]
 
     def observe(self, chunk: Chunk) -> list[Tensor]:
-        uses = chunk.factors(self.names[0])
-        if not uses:  # the outputs do not depend on this weight
-            weight = chunk.plan.weights[self.names[0]]
-            patches = None if self.bias else weight.new_zeros(chunk.n, 1, 1, 1, weight[0].numel())
-            uses = [(patches, [weight.new_zeros(chunk.n, 1, 1, 1, len(weight)) for _ in range(chunk.k)])]
-        return self._observe(uses, chunk.weights())
+        return self._observe(chunk.factors(self.names[0]), chunk.weights())
 
     def pull(
         self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
     ) -> None:
         uses = chunk.factors(self.names[0])
-        if not uses:
-            return
         bars = [bar[rows] if kind == "rows" else bar for bar, kind in zip(bars, self.kinds, strict=True)]
         mixing = chunk.weights()
         with torch.enable_grad():

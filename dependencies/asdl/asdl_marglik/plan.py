@@ -45,6 +45,8 @@ class Plan:
     layouts: list[Layout | None]
     uses_of: dict[str, list[tuple[int, str]]]  # weight -> (index of the use, role in it)
     kronecker: set[str]  # weights whose uses all have Kronecker factors
+    factor_sides: dict[str, tuple[int, int]]  # (O, D) of those with a single group
+    positions: dict[str, int]  # their shared positions T per input, over all uses
     rules: dict[str, str]  # weight -> how its rows are computed, for people
     persample: set[str] = field(default_factory=set)
     piecewise_linear: bool = False
@@ -133,7 +135,13 @@ def _candidate(
         if uses and name not in without_factors | persample and len({joint.uses[i].rule.name for i, _ in uses}) == 1
         and len({role for _, role in uses}) == 1
     }  # fmt: skip
-    plan = Plan(model, weights, output_shape, signature, layouts, uses_of, kronecker, rules)
+    ungrouped = {n for n in kronecker if all(joint.uses[i].call.options.get("groups", 1) == 1 for i, _ in uses_of[n])}
+    sides = {name: (len(weights[name]), weights[name][0].numel()) for name in ungrouped}
+    positions = {
+        name: sum(joint.uses[i].shape.numel() for i, _ in uses_of[name]) // (2 * len(weights[name]))
+        for name in kronecker
+    }
+    plan = Plan(model, weights, output_shape, signature, layouts, uses_of, kronecker, sides, positions, rules)
     plan.persample = persample
     return plan
 

@@ -95,7 +95,7 @@ class Passes:
         if not outputs:
             raise CurvatureError("there are no data: the block or the loader is empty")
         observations = [
-            [torch.cat(s) if kind == "rows" else s[0] for kind, s in zip(part.kinds, store, strict=True)]
+            [_joined(kind, kept) for kind, kept in zip(part.kinds, store, strict=True)]
             for part, store in zip(self.parts, collected, strict=True)
         ]
         results = [torch.cat(outputs), *self._summarise(observations, log_precision)]
@@ -220,6 +220,13 @@ def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
 
 def _take(x: Inputs, own: slice) -> Inputs:
     return map_inputs(lambda t: t[own], x)
+
+
+def _joined(kind: str, kept: list[Tensor]) -> Tensor:
+    """All chunks' observations; the pieces are released at once, for together they are as large as the result."""
+    joined = kept[0] if kind == "sum" or len(kept) == 1 else torch.cat(kept)
+    kept.clear()
+    return joined
 
 
 def _accumulate(part: Part, store: list[list[Tensor]], observations: list[Tensor]) -> None:

@@ -15,6 +15,8 @@ from .plan import Plan
 
 EXACT_BLOCK = 1024  # a weight without a Kronecker form gets its exact block up to this side, else its diagonal
 EXACT_BLOCK_ROWS = 2**24  # and up to this many numbers in its rows
+FACTOR_MARGIN = 2  # elementwise products of factors run below the speed of matrix products
+FACTOR_PAIRS = 2**25  # entries of the products of factors at most
 
 Granularity = Literal["module", "tensor"]
 
@@ -27,6 +29,7 @@ class Problem:
     groups: Groups
     n_data: int
     rows_per_datum: int
+    copies: int = 1
     setting: Setting = "expand"
     granularity: Granularity = "module"
 
@@ -42,11 +45,25 @@ class Problem:
 def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
     """The exact block of some weights, in the smaller of row space and weight space (Sylvester: same determinant)."""
     sizes = {name: problem.sizes[name] for name in names}
-    return Gram(names, problem.groups) if problem.n_rows <= sum(sizes.values()) else Dense(sizes, problem.groups)
+    return _gram(problem, names) if problem.n_rows <= sum(sizes.values()) else Dense(sizes, problem.groups)
+
+
+def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
+    return Gram(names, problem.groups, [name for name in names if _cheaper_as_factors(problem, name)])
+
+
+def _cheaper_as_factors(problem: Problem, name: str) -> bool:
+    """Whether products of factors cost less than products of rows: T^2 (D + O) against D O for each pair of rows."""
+    plan = problem.plan
+    single = name in plan.kronecker & plan.factor_sides.keys() and len(plan.uses_of[name]) == 1
+    if not single or plan.uses_of[name][0][1] == "bias":
+        return False
+    t, (o, d) = problem.copies * plan.positions[name], plan.factor_sides[name]
+    return FACTOR_MARGIN * t**2 * (d + o) < d * o and (t * problem.n_rows) ** 2 < FACTOR_PAIRS
 
 
 def _ntk(problem: Problem) -> list[Part]:
-    return [Gram(tuple(problem.sizes), problem.groups)]
+    return [_gram(problem, tuple(problem.sizes))]
 
 
 def _full(problem: Problem) -> list[Part]:

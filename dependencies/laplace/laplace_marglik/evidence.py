@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -33,6 +33,11 @@ class Evidence:
     @property
     def total(self) -> Tensor:
         return self.log_likelihood - 0.5 * self.scatter - 0.5 * self.log_det_ratio
+
+    def detach(self) -> Evidence:
+        """The same values without their graph."""
+        parts = {name: getattr(self, name).detach() for name in ("log_likelihood", "scatter", "log_det_ratio")}
+        return replace(self, **parts)
 
     @staticmethod
     def mean(evidences: Sequence[Evidence]) -> Evidence:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from asdl_marglik import (
     STRUCTURES,
+    Part,
     Passes,
     Plan,
     PlanChanged,
@@ -39,6 +40,7 @@ from .partition import Block
 from .prior import GaussianPrior
 from .rows import draw_columns, rows_for
 
+T = TypeVar("T")
 CHUNK_BYTES = 2**26  # activations of one chunk, unless `chunk` is given
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 512  # inputs; convolutions are inefficient below, caches overflow above
 
@@ -122,13 +124,16 @@ class MarginalLikelihood:
             data = -(self.likelihood.log_prob(f, y).mean() * scale.to(f.dtype))
         return data + self.prior.penalty(self.weights) / (2 * self.n_data)
 
-    def outputs_of(self, x: Any) -> Tensor:
-        """Outputs averaged over augmented copies, in the model's current mode; for training and prediction."""
+    def outputs_of(self, x: Any, *, seed: int | None = None) -> Tensor:
+        """Outputs averaged over augmented copies, in the model's current mode; for training and prediction.
+
+        seed: of the random augmentation; by default drawn from the generator.
+        """
         detached = {name: p.detach() for name, p in self._hyper_in_network.items()}
         if self.augment is None:
             return functional_call(self.model, detached, (x,)) if detached else self.model(x)
         with torch.no_grad():
-            copies = augmented(self.augment, x, self._seed())
+            copies = augmented(self.augment, x, self._seed() if seed is None else seed)
         n, a = tensors_of(copies)[0].shape[:2]
         flat = map_inputs(lambda t: t.flatten(0, 1), copies)
         f = functional_call(self.model, detached, (flat,)) if detached else self.model(flat)
@@ -140,36 +145,29 @@ class MarginalLikelihood:
         columns: explicit root columns [K] or [S, K]. block: the `Block` of a partition that x and y are, for its
         columns and counts.
         """
-        return self._with_plan(x, lambda: self._evidence(self._single_block(x, y, columns, block)))
+        return self._with_plan(lambda: self._evidence(self._single_block(x, y, columns, block)))
 
     def cached(
         self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
     ) -> Callable[[], Evidence]:
         """A function that evaluates this block again for the current prior, noise and temperature, at S x S cost."""
-
-        def prepare() -> _Block:
-            prepared = self._single_block(x, y, columns, block)
-            prepared.passes.network_leaves, prepared.passes.differentiate_augmentation = [], False
-            prepared.passes.reuse = True
-            with torch.no_grad():
-                statistics(prepared.passes, self.prior.log_precision)
-            return prepared
-
-        prepared = self._with_plan(x, prepare)
-        return lambda: self._evidence(prepared)
+        return self._with_plan(lambda: self._reusable(self._single_block(x, y, columns, block)))
 
     def full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Evidence:
         """One block of all N data, streamed from a loader that gives the same batches every time (shuffle=False)."""
-        first = next(iter(loader), None)
-        if first is None:
-            raise MarglikError("the loader is empty; it must yield (x, y) batches of all n_data data points")
-        return self._with_plan(self._placed(first[0]), lambda: self._evidence(self._all_data(loader)))
+        return self._with_plan(lambda: self._evidence(self._all_data(loader)))
+
+    def cached_full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Callable[[], Evidence]:
+        """As `cached`, for one block of all N data."""
+        return self._with_plan(lambda: self._reusable(self._all_data(loader)))
 
     def describe(self, x: Any) -> str:
         """How each weight's curvature is computed, as a table; x is any batch of inputs."""
         plan = self._planned(self._placed(x))
         n = len(tensors_of(x)[0])
-        labels = {name: part.label for part in self._parts(plan, n, self._k(plan)) for name in part.names}
+        labels = {
+            name: part.label for part in self._parts(plan, n, self._k(plan), self._copies(x)) for name in part.names
+        }
         width = max(len(name) for name in plan.weights)
         lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
         for name, w in plan.weights.items():
@@ -181,7 +179,7 @@ class MarginalLikelihood:
 
     # -------------------------------------------------------------------------------------------------- assembly
 
-    def _with_plan(self, x: Any, compute: Callable[[], Any]) -> Any:
+    def _with_plan(self, compute: Callable[[], T]) -> T:
         """Run `compute`; if the model takes another path than planned, plan again once."""
         try:
             return compute()
@@ -211,8 +209,15 @@ class MarginalLikelihood:
             raise MarglikError(f"outputs={self.outputs} but the network has only {c}; use outputs={c} or None for all")
         return self.outputs or c
 
-    def _parts(self, plan: Plan, n: int, k: int) -> list:
-        return parts_of(self.structure, Problem(plan, self.prior.groups, n, k, self.kfac, self.blocks))
+    def _parts(self, plan: Plan, n: int, k: int, copies: int) -> list[Part]:
+        return parts_of(self.structure, Problem(plan, self.prior.groups, n, k, copies, self.kfac, self.blocks))
+
+    def _copies(self, x: Any) -> int:
+        """Augmented copies A of each datum."""
+        if self.augment is None:
+            return 1
+        with torch.no_grad():
+            return tensors_of(augmented(self.augment, map_inputs(lambda t: t[:1], x), 0))[0].shape[1]
 
     def _chunk_inputs(self, plan: Plan, k: int) -> int:
         if self.chunk is not None:
@@ -241,11 +246,14 @@ class MarginalLikelihood:
         columns = _checked(columns, n, c).to(y.device)
         k = columns.shape[1]
         counts = (block.n_data_blocks, block.n_column_blocks) if block is not None else (self.n_data / n, c / k)
-        passes = self._passes(plan, n, k, lambda: [(x, y, columns)])
+        passes = self._passes(plan, n, k, self._copies(x), lambda: [(x, y, columns)])
         return self._finished(_Block(passes, k, c, plan.output_shape, *counts))
 
     def _all_data(self, loader: Iterable[tuple[Any, Tensor]]) -> _Block:
-        plan = self._planned(self._placed(next(iter(loader))[0]))
+        first = next(iter(loader), None)
+        if first is None:
+            raise MarglikError("the loader is empty; it must yield (x, y) batches of all n_data data points")
+        plan = self._planned(self._placed(first[0]))
         c, k = plan.output_shape.numel(), self._k(plan)
         seed = self._seed()
 
@@ -257,13 +265,15 @@ class MarginalLikelihood:
                 y = self._placed(y)
                 yield self._placed(x), y, own.to(y.device)
 
-        return self._finished(_Block(self._passes(plan, self.n_data, k, batches), k, c, plan.output_shape, 1, c / k))
+        passes = self._passes(plan, self.n_data, k, self._copies(self._placed(first[0])), batches)
+        return self._finished(_Block(passes, k, c, plan.output_shape, 1, c / k))
 
-    def _passes(self, plan: Plan, n: int, k: int, batches: Callable[[], Iterable]) -> Passes:
+    def _passes(self, plan: Plan, n: int, k: int, copies: int, batches: Callable[[], Iterable]) -> Passes:
         rule = rows_for(self.likelihood, plan.output_shape, self.root, k)
         in_network = list(self._hyper_in_network.values())
         return Passes(
-            plan, self._parts(plan, n, k), rule, batches, self.augment, self._chunk_inputs(plan, k), self._seed(),
+            plan, self._parts(plan, n, k, copies), rule, batches, self.augment,
+            chunk_inputs=self._chunk_inputs(plan, k), seed=self._seed(),
             network_leaves=[*in_network, *self.likelihood.root_parameters()], hyper_in_network=bool(in_network),
         )  # fmt: skip
 
@@ -275,6 +285,12 @@ class MarginalLikelihood:
         else:
             block.status = "exact" if everything and self.structure in ("ntk", "full") else "bound"
         return block
+
+    def _reusable(self, block: _Block) -> Callable[[], Evidence]:
+        block.passes.reuse, block.passes.network_leaves, block.passes.differentiate_augmentation = True, [], False
+        with torch.no_grad():
+            statistics(block.passes, self.prior.log_precision)
+        return lambda: self._evidence(block)
 
     def _evidence(self, block: _Block) -> Evidence:
         passes = block.passes

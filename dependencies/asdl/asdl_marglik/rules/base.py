@@ -42,7 +42,7 @@ class Rule(ABC):
         """The input with its batch axis where the output has it."""
         return call.input
 
-    def patches(self, call: Call, role: str, a: Tensor | None) -> Tensor | None:
+    def patches(self, call: Call, role: str, a: Tensor) -> Tensor | None:
         """Kronecker input factor [n, Q, T, groups, D]; None where it is constant (a bias)."""
         return None
 

@@ -57,10 +57,9 @@ class Convolution(Rule):
     def has_factors(self, call: Call, role: str) -> bool:
         return role == "bias" or not call.options["transposed"]
 
-    def patches(self, call: Call, role: str, a: Tensor | None) -> Tensor | None:
+    def patches(self, call: Call, role: str, a: Tensor) -> Tensor | None:
         if role == "bias":
             return None  # constant
-        assert a is not None
         options, weight = call.options, call.weights["weight"]
         a = F.pad(a, [p for pad in reversed(options["padding"]) for p in (pad, pad)])
         d = len(options["stride"])

@@ -31,10 +31,9 @@ class Linear(Rule):
     def has_factors(self, call: Call, role: str) -> bool:
         return True
 
-    def patches(self, call: Call, role: str, a: Tensor | None) -> Tensor | None:
+    def patches(self, call: Call, role: str, a: Tensor) -> Tensor | None:
         if role == "bias":
             return None  # constant
-        assert a is not None
         return a.flatten(2, -2).unsqueeze(3) if a.dim() > 3 else a.unsqueeze(2).unsqueeze(3)
 
     def positions(self, call: Call, role: str, g: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Categorical(Likelihood):
             raise MarglikError(
                 f"expected integer class indices of shape {(len(f), *f.shape[2:])}, got {tuple(y.shape)} of {y.dtype}"
             )
-        if y.numel() and not (0 <= int(y.min()) and int(y.max()) < f.shape[1]):
+        if y.numel() and not (int(y.min()) >= 0 and int(y.max()) < f.shape[1]):
             raise MarglikError(f"class indices must be in 0..{f.shape[1] - 1}, got {int(y.min())}..{int(y.max())}")
         return log_p.gather(2, y.unsqueeze(2)).sum((1, 2))
 

@@ -1,0 +1,8 @@
+"""Train an image classifier and learn its hyperparameters on the same data: see --help."""
+
+import sys
+
+from ntkmarglik.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())

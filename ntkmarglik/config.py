@@ -1,0 +1,240 @@
+"""Every setting of an experiment, with its default: the flags of the runner and the keys of its yaml files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+import yaml
+
+from .errors import NtkMarglikError
+
+Method = Literal["map", "ntk", "full", "blockdiag", "kfac", "diag"]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How the marginal likelihood is estimated."""
+
+    method: Method = "ntk"
+    """Curvature structure of the evidence; map learns no hyperparameters."""
+    subset: int = 500
+    """Data points S in a block; 0 = all."""
+    outputs: int = 1
+    """Outputs (root columns) K in a block; 0 = all."""
+    columns: Literal["shared", "iid"] = "shared"
+    """Whether the data points of a block share their outputs or each draws its own."""
+    partition: Literal["random", "class"] = "random"
+    """How data are dealt into blocks: at random, or class by class."""
+    root: Literal["paper", "fisher", "symmetric", "eigen"] = "paper"
+    """Root of the likelihood's curvature; paper is the published estimator, the others give true bounds."""
+    kfac: Literal["expand", "reduce"] = "expand"
+    """Weight-sharing setting of KFAC."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is learned from what."""
+
+    dataset: str = "digits"
+    """digits, mnist, fmnist, usps, cifar10, cifar100, tinyimagenet; also with _r90, _r180, _translated, _scaled."""
+    data_root: Path = Path("data")
+    """Where data files are, or are downloaded to."""
+    n_data: int = 0
+    """Size of the random training subset; 0 = all."""
+    model: Literal["mlp", "cnn", "mininet", "resnet", "resnet50", "wrn", "resnet_norm"] = "cnn"
+    """Network."""
+    depth: int = 18
+    """Depth of resnet and resnet_norm."""
+    width: int = 0
+    """Width of the network (see README); 0 = its own default."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What is learned by the evidence."""
+
+    prior: Literal["scalar", "layerwise", "diagonal"] = "layerwise"
+    """One prior precision for all weights, one per parameter tensor, or one per weight."""
+    prior_precision: float = 1.0
+    """Initial prior precision."""
+    augment: Literal["none", "affine"] = "none"
+    """Learn a distribution over affine transformations of the inputs."""
+    aug_samples: int = 20
+    """Transformed copies A of each input over which the outputs are averaged."""
+    aug_init: float = 0.05
+    """Initial ranges of the transformations."""
+    flip: bool = False
+    """Mirror copies left and right at random."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Interleaved optimisation of weights and hyperparameters."""
+
+    epochs: int = 100
+    """Passes over the training data."""
+    batch_size: int = 128
+    """Data points per weight step."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Optimiser of the weights; sgd has momentum 0.9."""
+    lr: float = 1e-3
+    """Learning rate of the weights at the start (cosine decay)."""
+    lr_min: float = 1e-6
+    """Learning rate of the weights at the end."""
+    lr_hyp: float = 0.1
+    """Learning rate of the log prior precision (Adam) at the start."""
+    lr_hyp_min: float = 0.01
+    """Learning rate of the log prior precision at the end."""
+    lr_aug: float = 0.05
+    """Learning rate of the augmentation (Adam) at the start."""
+    lr_aug_min: float = 0.005
+    """Learning rate of the augmentation at the end."""
+    burnin: int = 10
+    """Epochs before the first hyperparameter step."""
+    frequency: int = 5
+    """Epochs between rounds of hyperparameter steps."""
+    prior_steps: int = 10
+    """Steps on the prior in each round."""
+    aug_steps: int = 10
+    """Steps on the augmentation in each round."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where and how it runs."""
+
+    seed: int = 0
+    """Seed of data subset, initial weights and every random draw."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device; auto takes a GPU if there is one."""
+    precision: Literal["float32", "float64"] = "float32"
+    """Number format of the network."""
+    out: Path | None = None
+    """Run folder; by default runs/ and a name made of the settings."""
+    resume: bool = False
+    """Continue the run in its folder from the last checkpoint."""
+    baseline: bool = True
+    """Also train the MAP baseline (same settings, fixed prior) and compare."""
+    eval_every: int = 0
+    """Epochs between evaluations on the test set; 0 = about fifty in all."""
+    checkpoint_seconds: float = 10.0
+    """Least time between checkpoints."""
+    memory_budget: float = 0.0
+    """Gigabytes the evidence may use; 0 = half of what is free."""
+    wandb: bool = False
+    """Mirror metrics to wandb."""
+    tensorboard: bool = False
+    """Mirror metrics to tensorboard."""
+    dry_run: bool = False
+    """Print the resolved settings, sizes and estimates of memory and time; write nothing."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train an image classifier while learning its hyperparameters by marginal likelihood."""
+
+    estimator: Estimator = field(default_factory=Estimator)
+    problem: Problem = field(default_factory=Problem)
+    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    training: Training = field(default_factory=Training)
+    run: Run = field(default_factory=Run)
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by name, as plain values."""
+        settings = {}
+        for group in fields(self):
+            part = getattr(self, group.name)
+            for setting in fields(part):
+                value = getattr(part, setting.name)
+                settings[setting.name] = str(value) if isinstance(value, Path) else value
+        return settings
+
+    def updated(self, **changes: Any) -> Config:
+        """A copy with some settings changed by name."""
+        groups = {}
+        for group in fields(self):
+            part = getattr(self, group.name)
+            own = {name: changes.pop(name) for name in list(changes) if hasattr(part, name)}
+            groups[group.name] = replace(part, **own)
+        if changes:
+            raise NtkMarglikError(f"Unknown setting {next(iter(changes))!r}; known are {', '.join(self.flat())}.")
+        return Config(**groups)
+
+    def arguments(self) -> list[str]:
+        """The flags that differ from the defaults, as a shell would pass them."""
+        defaults, flags = Config().flat(), []
+        for name, value in self.flat().items():
+            if value != defaults[name]:
+                flags.extend(_flag(name, value))
+        return flags
+
+    def command(self, script: str = "classification_image.py") -> str:
+        """The command line that gives this configuration."""
+        return " ".join(["python", script, *self.arguments()])
+
+
+def parse(arguments: Sequence[str] | None = None) -> Config:
+    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags override it."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return tyro.cli(
+        tyro.conf.OmitArgPrefixes[Config],
+        args=_with_files(given),
+        prog="classification_image.py",
+        description=f"{Config.__doc__}\n\n--config FILE.yaml reads settings from a file; flags override it.",
+    )
+
+
+def _with_files(arguments: list[str]) -> list[str]:
+    """Arguments with the settings of `--config` files placed before all others."""
+    from_files: list[str] = []
+    rest: list[str] = []
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        if argument == "--config" or argument.startswith("--config="):
+            inline = argument.partition("=")[2]
+            if not inline:
+                position += 1
+                if position == len(arguments):
+                    raise NtkMarglikError("--config needs the name of a yaml file.")
+                inline = arguments[position]
+            from_files.extend(_flags_of(Path(inline)))
+        else:
+            rest.append(argument)
+        position += 1
+    return from_files + rest
+
+
+def _flags_of(path: Path) -> list[str]:
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise NtkMarglikError(f"Cannot read the configuration {path}: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise NtkMarglikError(f"{path} is not valid yaml: {error}") from error
+    if settings is None:
+        return []
+    if not isinstance(settings, dict):
+        raise NtkMarglikError(
+            f"{path} must hold settings as `name: value` lines, but holds a {type(settings).__name__}."
+        )
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is None:
+            continue
+        if isinstance(value, (dict, list)):
+            raise NtkMarglikError(f"{path}: {name!r} must be a single value, but is {value!r}.")
+        flags.extend(_flag(str(name), value))
+    return flags
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", str(value)]

@@ -1,0 +1,18 @@
+"""Ways to learn hyperparameters while training, by name: each is an objective for weights and one for the rest."""
+
+from collections.abc import Callable
+
+from .base import Method, Problem, Round
+from .laplace import Laplace
+from .map import Map
+
+__all__ = ["METHODS", "Method", "Problem", "Round"]
+
+METHODS: dict[str, Callable[[Problem], Method]] = {
+    "map": Map,
+    "ntk": Laplace,
+    "full": Laplace,
+    "blockdiag": Laplace,
+    "kfac": Laplace,
+    "diag": Laplace,
+}

@@ -1,0 +1,83 @@
+"""What the training loop needs of a method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from laplace_marglik import ClassPartition, Evidence, GaussianPrior, MarginalLikelihood, Partition
+from torch import Tensor, nn
+
+from ..config import Config
+from ..data import Dataset
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A configured problem: data, network, and the modules whose parameters are hyperparameters."""
+
+    config: Config
+    data: Dataset
+    model: nn.Module
+    prior: GaussianPrior
+    augment: nn.Module | None
+    generator: torch.Generator  # columns, partitions and augmentations of the evidence
+
+    def marginal_likelihood(self, structure: str) -> MarginalLikelihood:
+        estimator = self.config.estimator
+        return MarginalLikelihood(
+            self.model, "classification", n_data=self.data.n_data, prior=self.prior, structure=structure,
+            outputs=estimator.outputs or None, columns=estimator.columns, root=estimator.root, kfac=estimator.kfac,
+            augment=self.augment, generator=self.generator,
+        )  # fmt: skip
+
+    def partition(self) -> Partition:
+        """Blocks of the configured kind; all data when the subset is 0."""
+        estimator, data = self.config.estimator, self.data
+        options = {"columns": estimator.columns, "generator": self.generator}
+        subset, outputs = estimator.subset or None, estimator.outputs or None
+        if estimator.partition == "class":
+            return ClassPartition(data.y_train, data.n_classes, subset, outputs, **options)  # type: ignore[arg-type]
+        return Partition(data.n_data, data.n_classes, subset, outputs, **options)  # type: ignore[arg-type]
+
+
+@dataclass
+class Round:
+    """One round of hyperparameter steps: the optimisers to use and what came out."""
+
+    prior_optimizer: torch.optim.Optimizer | None
+    augment_optimizer: torch.optim.Optimizer | None
+    prior_steps: int
+    augment_steps: int
+    set_rates: Callable[[int], None]  # to be called before each step with its number
+    evidences: list[Evidence] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return max(self.prior_steps, self.augment_steps)
+
+
+class Method(ABC):
+    """A loss for the weights, rounds of hyperparameter steps, and a final score."""
+
+    learns = True
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+
+    @abstractmethod
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """What the weights minimise on a batch, per datum."""
+
+    @abstractmethod
+    def outputs(self, x: Tensor) -> Tensor:
+        """Logits for prediction."""
+
+    def learn(self, round_: Round) -> None:  # noqa: B027 - a method without hyperparameters takes no steps
+        """Take the round's hyperparameter steps and leave their evidences in it."""
+
+    @abstractmethod
+    def evidence(self) -> Evidence:
+        """The final estimate of the log marginal likelihood of all data."""

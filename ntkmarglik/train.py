@@ -1,0 +1,256 @@
+"""The training loop: weights by their loss, hyperparameters by the evidence, interleaved.
+
+After `burnin` epochs, every `frequency` epochs, a round of hyperparameter steps follows the epoch's weight steps
+(Immer et al. 2021, algorithm 1). Learning rates are functions of the steps taken, and every random draw comes from a
+generator whose state is in the checkpoint, so that a resumed run repeats the uninterrupted one exactly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from laplace_marglik import Evidence
+from torch import Tensor, nn
+
+from . import checkpoint
+from .config import Training
+from .errors import NtkMarglikError
+from .evaluate import evaluate
+from .methods import Method, Problem, Round
+from .track import Metrics, RunFolder
+
+EVALUATIONS = 50  # of the test set in a run, when their spacing is not given
+
+
+def cosine(step: int, total: int, first: float, last: float) -> float:
+    """Learning rate of step 0 ... total - 1, falling from `first` to `last` along half a cosine."""
+    progress = min(1.0, step / max(1, total - 1))
+    return last + (first - last) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def hyper_epochs(training: Training) -> list[int]:
+    """The epochs (counted from 1) that end with a round of hyperparameter steps."""
+    return [e for e in range(1, training.epochs + 1) if e >= max(1, training.burnin) and e % training.frequency == 0]
+
+
+class Trainer:
+    """One run of one method; call `run`."""
+
+    def __init__(self, problem: Problem, method: Method, folder: RunFolder):
+        self.problem, self.method, self.folder = problem, method, folder
+        self.training = problem.config.training
+        self.batches = torch.Generator().manual_seed(problem.config.run.seed)
+        self.weights = _weight_optimizer(problem.model, self.training)
+        augment = [] if problem.augment is None else list(problem.augment.parameters())
+        self.prior = torch.optim.Adam(problem.prior.parameters(), self.training.lr_hyp)
+        self.augment = torch.optim.Adam(augment, self.training.lr_aug) if augment else None
+        self.rounds = hyper_epochs(self.training) if method.learns else []
+        self.epoch = 0
+        self.steps = {"weights": 0, "prior": 0, "augment": 0}
+        self.seconds = {"weights": 0.0, "hyper": 0.0}
+        self._saved = -math.inf
+
+    def run(self, after_epoch: Callable[[Metrics], None] | None = None) -> None:
+        """Train to the last epoch; an interrupt ends the run after the epoch it falls in, with a checkpoint."""
+        with _deferred_interrupts() as interrupted:
+            while self.epoch < self.training.epochs:
+                metrics = self._epoch()
+                self.folder.log(metrics)
+                if after_epoch is not None:
+                    after_epoch(metrics)
+                last = self.epoch == self.training.epochs or interrupted()
+                if last or time.monotonic() - self._saved >= self.problem.config.run.checkpoint_seconds:
+                    self.folder.save(self.state())
+                    self._saved = time.monotonic()
+                if interrupted():
+                    raise KeyboardInterrupt
+        self.problem.model.eval()
+
+    def _epoch(self) -> Metrics:
+        self.epoch += 1
+        start = time.perf_counter()
+        metrics: Metrics = {"epoch": self.epoch, **self._weight_steps()}
+        self.seconds["weights"] += time.perf_counter() - start
+        if self.epoch in self.rounds:
+            start = time.perf_counter()
+            metrics |= self._hyper_round()
+            self.seconds["hyper"] += time.perf_counter() - start
+        if self.epoch % self._eval_every == 0 or self.epoch == self.training.epochs:
+            metrics |= {f"test_{k}": v for k, v in self.evaluate("test").items()}
+        metrics["seconds_weights"], metrics["seconds_hyper"] = self.seconds["weights"], self.seconds["hyper"]
+        return metrics
+
+    @property
+    def _eval_every(self) -> int:
+        return self.problem.config.run.eval_every or max(1, self.training.epochs // EVALUATIONS)
+
+    def _weight_steps(self) -> Metrics:
+        data, training = self.problem.data, self.training
+        order = torch.randperm(data.n_data, generator=self.batches)
+        per_epoch = -(-data.n_data // training.batch_size)
+        losses, norms = [], []
+        self.problem.model.train()
+        for index in order.split(training.batch_size):
+            rate = cosine(self.steps["weights"], per_epoch * training.epochs, training.lr, training.lr_min)
+            _set_rate(self.weights, rate)
+            self.weights.zero_grad()
+            loss = self.method.loss(data.x_train[index], data.y_train[index])
+            loss.backward()
+            gradients = [p.grad for p in self.problem.model.parameters() if p.grad is not None]
+            norms.append(torch.stack([g.norm() for g in gradients]).norm())
+            self.weights.step()
+            losses.append(loss.detach() * len(index))
+            self.steps["weights"] += 1
+        self.weights.zero_grad()
+        mean = torch.stack(losses).sum().item() / data.n_data
+        if not math.isfinite(mean):
+            raise NtkMarglikError(
+                f"The training loss became {mean} in epoch {self.epoch}; the run folder holds everything up to epoch "
+                f"{self.epoch - 1}. A smaller --lr (now {training.lr:g}) usually helps."
+            )
+        return {"loss": mean, "map_gradient_norm": torch.stack(norms).mean().item()}
+
+    def _hyper_round(self) -> Metrics:
+        training, moved = self.training, self.augment is not None
+        n_prior, n_augment = training.prior_steps, training.aug_steps if moved else 0
+        total = len(self.rounds)
+
+        def set_rates(step: int) -> None:
+            done = self.steps["prior"] + step
+            _set_rate(self.prior, cosine(done, total * n_prior, training.lr_hyp, training.lr_hyp_min))
+            if self.augment is not None:
+                done = self.steps["augment"] + step
+                _set_rate(self.augment, cosine(done, total * n_augment, training.lr_aug, training.lr_aug_min))
+
+        round_ = Round(self.prior, self.augment, n_prior, n_augment, set_rates)
+        self.problem.model.eval()
+        self.method.learn(round_)
+        self.steps["prior"] += n_prior
+        self.steps["augment"] += n_augment
+        if not round_.evidences:
+            return {}
+        return _described(Evidence.mean(round_.evidences), self.problem)
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        """Metrics on the "train" or "test" split."""
+        data, model = self.problem.data, self.problem.model
+        x, y = (data.x_train, data.y_train) if split == "train" else (data.x_test, data.y_test)
+        training = model.training
+        model.eval()
+        try:
+            copies = self.problem.config.hyperparameters.aug_samples if self.problem.augment is not None else 1
+            return evaluate(self.method.outputs, x, y, max(1, 1000 // copies))
+        finally:
+            model.train(training)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that determines the rest of the run."""
+        problem = self.problem
+        return {
+            "epoch": self.epoch, "steps": self.steps, "seconds": self.seconds, "settings": problem.config.flat(),
+            "model": problem.model.state_dict(), "prior": problem.prior.state_dict(),
+            "augment": None if problem.augment is None else problem.augment.state_dict(),
+            "weight_optimizer": self.weights.state_dict(), "prior_optimizer": self.prior.state_dict(),
+            "augment_optimizer": None if self.augment is None else self.augment.state_dict(),
+            "batches": self.batches.get_state(), "evidence": problem.generator.get_state(),
+        }  # fmt: skip
+
+    def resume(self) -> None:
+        """Take up the run where its checkpoint left it."""
+        state = checkpoint.load(self.folder.checkpoint)
+        _refuse_other_settings(state["settings"], self.problem.config.flat())
+        problem = self.problem
+        self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
+        problem.model.load_state_dict(state["model"])
+        problem.prior.load_state_dict(state["prior"])
+        self.weights.load_state_dict(state["weight_optimizer"])
+        self.prior.load_state_dict(state["prior_optimizer"])
+        if problem.augment is not None and self.augment is not None:
+            problem.augment.load_state_dict(state["augment"])
+            self.augment.load_state_dict(state["augment_optimizer"])
+        self.batches.set_state(state["batches"])
+        problem.generator.set_state(state["evidence"])
+        self.folder.rewind(self.epoch)
+
+
+# settings that may differ between the start of a run and its continuation
+_FREE = {
+    "out",
+    "resume",
+    "device",
+    "data_root",
+    "checkpoint_seconds",
+    "wandb",
+    "tensorboard",
+    "dry_run",
+    "memory_budget",
+    "baseline",
+}
+
+
+def _refuse_other_settings(stored: dict[str, Any], given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in _FREE and stored.get(name, value) != value:
+            raise NtkMarglikError(
+                f"The checkpoint was made with {name} = {stored[name]}, but {value} is given now; resume with the "
+                "settings of the run (its config.yaml), or start a new one."
+            )
+
+
+def _described(evidence: Evidence, problem: Problem) -> Metrics:
+    n = problem.data.n_data
+    described: Metrics = {
+        "log_marglik": evidence.total.item() / n,
+        "log_marglik_error": None if evidence.standard_error is None else evidence.standard_error / n,
+        "log_marglik_status": evidence.status,
+        "evidence_log_likelihood": evidence.log_likelihood.item() / n,
+        "evidence_scatter": evidence.scatter.item() / n,
+        "evidence_log_det_ratio": evidence.log_det_ratio.item() / n,
+        "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
+    }
+    eta = getattr(problem.augment, "eta", None)
+    if isinstance(eta, Tensor):
+        described["augmentation"] = eta.detach().tolist()
+    return described
+
+
+def _weight_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    """Adam, or SGD with momentum and a tenth of the rate for scalar parameters (Fixup)."""
+    if training.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), training.lr)
+    scalars = [p for p in model.parameters() if p.numel() == 1]
+    others = [p for p in model.parameters() if p.numel() > 1]
+    groups = [{"params": p, "factor": f} for p, f in ((others, 1.0), (scalars, 0.1)) if p]
+    return torch.optim.SGD(groups, training.lr, momentum=0.9)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("factor", 1.0)
+
+
+@contextlib.contextmanager
+def _deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether an interrupt (Ctrl-C, SIGTERM) has come; a second one acts at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    try:
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: leave signals alone
+        previous = {}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
