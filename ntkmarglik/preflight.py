@@ -62,10 +62,10 @@ def check_settings(config: Config) -> None:
 
 def check_sizes(config: Config, data: Dataset, model: nn.Module) -> Sizes:
     """Refuse blocks that do not fit the data or the memory, naming the nearest choice that does."""
-    estimator = config.estimator
-    if estimator.outputs > data.n_classes:
+    estimator, classes = config.estimator, data.n_classes
+    if estimator.outputs > classes:
         raise NtkMarglikError(
-            f"--outputs {estimator.outputs}, but {data.name} has {data.n_classes} classes; use --outputs {data.n_classes}."
+            f"--outputs {estimator.outputs}, but {data.name} has {classes} classes; use --outputs {classes}."
         )
     if estimator.subset > data.n_data:
         raise NtkMarglikError(
@@ -130,7 +130,7 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         f"model       {config.problem.model}: {sizes.n_parameters:,} parameters in {tensors} tensors",
         f"block       {sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
         f"{len(problem.partition())} blocks in a partition",
-        f"memory      about {kernel:.0f} MB for a kernel of these rows; {memory_budget(config) / 1e9:.1f} GB may be used",
+        f"memory      about {kernel:.0f} MB for a kernel of these rows; {memory_budget(config) / 1e9:.1f} GB allowed",
         f"weights     {training.epochs} epochs x {steps_per_epoch} steps x {1000 * weight_seconds:.1f} ms",
         f"evidence    {len(rounds)} rounds, {hyper_steps} steps x {1000 * hyper_seconds:.1f} ms",
         f"time        about {total:.0f} s{baseline}",

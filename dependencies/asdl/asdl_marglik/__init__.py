@@ -3,7 +3,17 @@
 from .chunk import Chunk, RootRows, Selection
 from .errors import CurvatureError
 from .linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
-from .network import check_finite, evaluating, hyperparameters_in, map_inputs, matches, seeded, tensors_of, trainable
+from .network import (
+    check_finite,
+    check_weights,
+    evaluating,
+    hyperparameters_in,
+    map_inputs,
+    matches,
+    seeded,
+    tensors_of,
+    trainable,
+)
 from .part import Groups, Part
 from .plan import Plan, PlanChanged, make_plan
 from .rules import Call, Rule, register
@@ -11,10 +21,36 @@ from .statistics import Batch, Passes, augmented, statistics
 from .structure import STRUCTURES, Problem, parts_of
 
 __all__ = [
-    "STRUCTURES", "Batch", "Call", "Chunk", "CurvatureError", "Groups", "Part", "Passes", "Plan", "PlanChanged",
+    "STRUCTURES",
+    "Batch",
+    "Call",
+    "Chunk",
+    "CurvatureError",
+    "Groups",
+    "Part",
+    "Passes",
+    "Plan",
+    "PlanChanged",
     "Problem",
-    "RootRows", "Rule", "Selection", "augmented", "check_finite", "eigen_root", "eigenvalues", "evaluating",
-    "hyperparameters_in", "log_det_identity_plus", "make_plan", "map_inputs", "matches", "parts_of", "psd_sqrt",
+    "RootRows",
+    "Rule",
+    "Selection",
+    "augmented",
+    "check_finite",
+    "check_weights",
+    "eigen_root",
+    "eigenvalues",
+    "evaluating",
+    "hyperparameters_in",
+    "log_det_identity_plus",
+    "make_plan",
+    "map_inputs",
+    "matches",
+    "parts_of",
+    "psd_sqrt",
     "register",
-    "seeded", "statistics", "tensors_of", "trainable",
-]  # fmt: skip
+    "seeded",
+    "statistics",
+    "tensors_of",
+    "trainable",
+]

@@ -63,6 +63,7 @@ class Chunk:
             outputs = plan.model(map_inputs(lambda t: t.flatten(0, 1), x))
         self.f = outputs.reshape(self.n, self.copies, -1).mean(1)
         plan.check(recorder)
+        plan.check_layouts(recorder, self.n * self.copies)
         self._uses = [(use, layout) for use, layout in zip(recorder.uses, plan.layouts, strict=True)]
         f = self.f if differentiate_cotangents else self.f.detach()
         self.seeds = selection.seeds(f).to(f.dtype)

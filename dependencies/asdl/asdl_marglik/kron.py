@@ -42,7 +42,9 @@ class Kron(Part):
         keep_inputs: bool,
         keep_outputs: bool,
         bias: bool,
+        transposed: bool = False,
     ):
+        self.transposed = transposed  # the weight is stored [inputs, outputs]
         self.names, self.group, self.setting, self.n_data, self.bias = (name,), group, setting, n_data, bias
         self.kinds = ("rows" if keep_inputs else "sum", "rows" if keep_outputs else "sum")
         self.label = f"kronecker ({setting})"
@@ -101,7 +103,8 @@ class Kron(Part):
         theta = log_precision[self.group]
         row_effect = column_effect = None
         if isinstance(self.group, slice):
-            table = theta.reshape(-1, outputs.shape[-1], d)  # [groups, O, D]
+            o = outputs.shape[-1]
+            table = theta.reshape(-1, d, o).mT if self.transposed else theta.reshape(-1, o, d)  # [groups, O, D]
             row_effect = table.mean(2)
             column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
             theta = table.new_zeros(())

@@ -18,6 +18,7 @@ class Layout:
 
     axis: int
     fast: bool = False
+    single: bool = False  # found on one position per datum, where slow and fast are the same: for no more than one
 
     def standard(self, t: Tensor, batch: int, n: int) -> Tensor:
         """[..., batch * m, ...] -> [n, Q, ...] with Q = (batch / n) * m repetitions per datum."""
@@ -39,5 +40,5 @@ def find_layout(joint: Tensor, singles: tuple[Tensor, Tensor]) -> Layout | None:
         parts = layout.standard(joint, 2, 2)
         alone = torch.stack([s.movedim(layout.axis, 0) for s in singles])
         if torch.allclose(parts, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
-            return layout
+            return Layout(layout.axis, layout.fast, single=parts.shape[1] == 1)
     return None

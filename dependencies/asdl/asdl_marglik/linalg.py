@@ -18,9 +18,9 @@ class _LogDetIdentityPlus(torch.autograd.Function):
         identity_plus.diagonal(dim1=-2, dim2=-1).add_(1)
         factor, info = torch.linalg.cholesky_ex(identity_plus)
         if info.any():  # rounding in float32 rows pushed an eigenvalue of K below -1: clamp it to the true range
-            values, vectors = torch.linalg.eigh(identity_plus)
-            if not values.isfinite().all():
+            if not identity_plus.isfinite().all():
                 raise CurvatureError("the kernel contains NaN or infinity; check inputs and weights for such values")
+            values, vectors = torch.linalg.eigh(identity_plus)
             values = values.clamp_min(1.0)
             inverse, value = (vectors / values.unsqueeze(-2)) @ vectors.mT, values.log().sum(-1)
         else:

@@ -27,7 +27,10 @@ def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 
 def tensors_of(x: Inputs) -> list[Tensor]:
     """The tensors of the inputs, in a fixed order."""
-    return [x] if isinstance(x, Tensor) else [value for value in x.values() if isinstance(value, Tensor)]
+    tensors = [x] if isinstance(x, Tensor) else [value for value in x.values() if isinstance(value, Tensor)]
+    if not tensors:
+        raise CurvatureError("inputs must hold at least one tensor, got an empty mapping")
+    return tensors
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -74,13 +77,15 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_finite(outputs: Tensor, x: Inputs, model: nn.Module, offset: int = 0) -> None:
-    """Raise an error that names the parameter or the data index behind a non-finite output [n, C]."""
-    if outputs.isfinite().all():
-        return
+def check_weights(model: nn.Module) -> None:
+    """Raise an error that names a non-finite parameter."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise CurvatureError(f"parameter {name!r} contains NaN or infinity; training has diverged before this call")
+
+
+def check_inputs(x: Inputs, offset: int = 0) -> None:
+    """Raise an error that names a datum with a non-finite entry."""
     for tensor in tensors_of(x):
         if tensor.is_floating_point():
             bad = (~tensor.flatten(1).isfinite().all(1)).nonzero()
@@ -88,6 +93,14 @@ def check_finite(outputs: Tensor, x: Inputs, model: nn.Module, offset: int = 0) 
                 raise CurvatureError(
                     f"input {int(bad[0]) + offset} contains NaN or infinity; remove or repair that datum"
                 )
+
+
+def check_finite(outputs: Tensor, x: Inputs, model: nn.Module, offset: int = 0) -> None:
+    """Raise an error that names the parameter or the data index behind a non-finite output [n, C]."""
+    if outputs.isfinite().all():
+        return
+    check_weights(model)
+    check_inputs(x, offset)
     index = int((~outputs.isfinite().all(1)).nonzero()[0]) + offset
     raise CurvatureError(
         f"the network's output for datum {index} is not finite although its input and all parameters are: "

@@ -8,26 +8,28 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from .network import Inputs, map_inputs
+from .network import Inputs, map_inputs, tensors_of
 
 Seeds = Callable[[Tensor, int], Tensor]  # (outputs of datum i [1, C], i) -> seeds [K, C]
 
 
 def averaged_output(model: nn.Module, x: Inputs) -> Tensor:
     """The outputs [C] of one datum, averaged over its copies x [A, ...]."""
-    return model(x).flatten(1).mean(0)
+    f = model(x)
+    return f.reshape(len(f), -1).mean(0)
 
 
 def rows(model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor) -> dict[str, Tensor]:
     """Rows [n, K, *shape] of each weight for x [n, A, ...] and seeds [n, K, C], without a graph."""
 
     def projected(w: dict[str, Tensor], x_i: Inputs, seed: Tensor) -> Tensor:
-        return (functional_call(model, w, (x_i,)).flatten(1).mean(0) * seed).sum()
+        return (functional_call(model, w, (x_i,)).reshape(len(tensors_of(x_i)[0]), -1).mean(0) * seed).sum()
 
     detached = {name: w.detach() for name, w in weights.items()}
-    per_seed = vmap(grad(projected), in_dims=(None, None, 0))
+    per_datum = vmap(grad(projected), in_dims=(None, 0, 0))  # nested vmaps give wrong rows for PReLU
     try:
-        return vmap(per_seed, in_dims=(None, 0, 0))(detached, x, seeds)
+        per_seed = [per_datum(detached, x, seeds[:, k]) for k in range(seeds.shape[1])]
+        return {name: torch.stack([rows[name] for rows in per_seed], 1) for name in detached}
     except (RuntimeError, ValueError, TypeError):  # control flow, in-place buffers, operations without a batching rule
         return _rows_by_loop(model, weights, x, seeds)
 

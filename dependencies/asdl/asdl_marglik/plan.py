@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .chunk import Chunk, Selection
+from .errors import CurvatureError
 from .layout import Layout, find_layout
-from .network import Inputs, map_inputs, tensors_of
+from .network import Inputs, check_inputs, check_weights, map_inputs, tensors_of
 from .persample import averaged_output, gradients
 from .record import Recorder
 
@@ -58,6 +59,12 @@ class Plan:
         if _signature(recorder) != self.signature or not recorder.opaque <= self.persample:
             raise PlanChanged
 
+    def check_layouts(self, recorder: Recorder, batch: int) -> None:
+        """Refuse more positions than the layouts were found for."""
+        for use, layout in zip(recorder.uses, self.layouts, strict=True):
+            if layout is not None and layout.single and use.shape[layout.axis] != batch:
+                raise PlanChanged
+
 
 class PlanChanged(Exception):
     """The model took another path than when it was planned: plan again on the new data."""
@@ -80,13 +87,33 @@ def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> 
         ):
             outputs = model(pair)
         alone = [_record(model, weights, map_inputs(lambda t, i=i: t[i : i + 1], pair)) for i in range(2)]  # type: ignore[misc]
+    check_weights(model)
+    check_inputs(pair)
+    _refuse_mixing(model, pair, outputs)
     plan = _candidate(model, weights, outputs.shape[1:], joint, alone)
     plan.bytes_per_input = max(1, sum(saved.values()) - fixed) // 2
     _verify_rows(plan, pair)
     floating = all(t.is_floating_point() for t in tensors_of(pair))
     if floating and not plan.persample and _nodes(outputs) <= _PIECEWISE_LINEAR:
         _verify_shortcut(plan, pair)
+    plan.provisional |= all(torch.equal(t[0], t[1]) for t in tensors_of(pair))  # nothing tells the two apart
     return plan
+
+
+def _refuse_mixing(model: nn.Module, pair: Inputs, outputs: Tensor) -> None:
+    """Refuse a model whose output for a datum depends on the others in its batch: it has no per-datum Jacobian."""
+    with torch.no_grad():
+        singles = torch.cat([model(map_inputs(lambda t, i=i: t[i : i + 1], pair)) for i in range(2)])  # type: ignore[misc]
+        atol = 1e-3 * float(outputs.detach().abs().max())
+        if outputs.shape != singles.shape or torch.allclose(outputs, singles, rtol=1e-3, atol=atol):
+            return
+        if torch.allclose(
+            outputs, model(pair), rtol=1e-3, atol=atol
+        ):  # else it is random, and the comparison says nothing
+            raise CurvatureError(
+                "the model's output for a datum changes with the other data of its batch (batch statistics?); the "
+                "evidence needs outputs of each datum alone"
+            )
 
 
 def _two_points(x: Inputs) -> Inputs:
@@ -162,7 +189,8 @@ class _FixedSeeds:
 
 def _selection(plan: Plan, pair: Inputs) -> Selection:
     with torch.no_grad():
-        outputs = plan.model(pair).flatten(1)
+        outputs = plan.model(pair)
+        outputs = outputs.reshape(len(outputs), -1)
     generator = torch.Generator().manual_seed(0)
     seeds = torch.randn(2, 1, outputs.shape[1], generator=generator, dtype=torch.float64).to(outputs)
     return Selection(_FixedSeeds(seeds), torch.arange(2, device=outputs.device), torch.zeros(2, 1))
@@ -191,6 +219,7 @@ def _verify_rows(plan: Plan, pair: Inputs) -> None:
             rows, truth, rtol=2e-3, atol=2e-3 * float(truth.abs().max()) + 1e-6 * largest
         ):
             plan.persample.add(name)
+        plan.provisional |= not truth.any()
     plan.kronecker -= plan.persample
     used_fast = {i for name, uses in plan.uses_of.items() if name not in plan.persample for i, _ in uses}
     plan.layouts = [layout if i in used_fast else None for i, layout in enumerate(plan.layouts)]
@@ -225,5 +254,5 @@ def _verify_shortcut(plan: Plan, pair: Inputs) -> None:
                 chunk.pull_rows(name, bar)
             found.append(torch.cat([g.flatten() for g in chunk.finish(None, tensors_of(x))]))
     scale = float(found[1].abs().max())
-    plan.provisional = scale == 0
+    plan.provisional |= scale == 0
     plan.piecewise_linear = scale > 0 and torch.allclose(found[0], found[1], rtol=1e-3, atol=1e-4 * scale)

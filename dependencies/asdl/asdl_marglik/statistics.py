@@ -10,6 +10,7 @@ differentiated, no gradient reaches the node and pass 2 never runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from .chunk import Chunk, RootRows, Selection
 from .errors import CurvatureError
 from .kernel import Gram
-from .network import Inputs, check_finite, evaluating, map_inputs, seeded, tensors_of
+from .network import Inputs, check_finite, check_inputs, evaluating, map_inputs, seeded, tensors_of
 from .part import Part
 from .plan import Plan
 
@@ -42,6 +43,7 @@ class Passes:
     differentiate_augmentation: bool = True
     reuse: bool = False  # keep the first pass: later evaluations only look at prior and likelihood
     targets: list[Tensor] = field(default_factory=list)
+    _fingerprints: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
     _observations: list[list[Tensor]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
@@ -77,15 +79,18 @@ class Passes:
             return self._results
         outputs: list[Tensor] = []
         collected: list[list[list[Tensor]]] = [[[] for _ in part.kinds] for part in self.parts]
-        self.targets, self.columns, count = [], [], 0
-        with evaluating(self.plan.model):
+        self.targets, self.columns, self._fingerprints, count = [], [], [], 0
+        with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
+                check_inputs(x, count)
+                self._fingerprints.append(_fingerprint(x))
                 self.targets.append(y)
                 self.columns.append(columns)
                 with torch.no_grad():
                     copies = self.augmented(x, index)
                 for own in self._slices(copies):
-                    with seeded(self.seed, tensors_of(copies)[0].device), torch.enable_grad():
+                    torch.manual_seed(self.seed)
+                    with torch.enable_grad():
                         chunk = Chunk(self.plan, _take(copies, own), Selection(self.rule, y[own], columns[own]))
                     check_finite(chunk.f, _take(copies, own), self.plan.model, count + own.start)
                     outputs.append(chunk.f.detach())
@@ -131,20 +136,20 @@ class Passes:
         totals = [torch.zeros_like(leaf) for leaf in self.network_leaves]
         augment_totals = [torch.zeros_like(leaf) for leaf in self.augment_leaves]
         count = 0
-        with evaluating(self.plan.model), torch.enable_grad():
+        with self._running(), torch.enable_grad():
             for index, (x, y, columns) in enumerate(self.batches()):
-                self._check_repeated(index, y)
+                self._check_repeated(index, x, y)
                 copies = self.augmented(x, index)
                 copies_bar = [torch.zeros_like(t) for t in tensors_of(copies) if t.requires_grad]
                 for own in self._slices(copies):
                     leaf = map_inputs(lambda t: t.detach().requires_grad_(t.requires_grad), _take(copies, own))
                     leaves = [t for t in tensors_of(leaf) if t.requires_grad]
                     span = slice(count + own.start, count + own.stop)
-                    with seeded(self.seed, tensors_of(leaf)[0].device):
-                        chunk = Chunk(
-                            self.plan, leaf, Selection(self.rule, y[own], columns[own]),
-                            differentiate_cotangents=self._needs_full_graph,
-                        )  # fmt: skip
+                    torch.manual_seed(self.seed)
+                    chunk = Chunk(
+                        self.plan, leaf, Selection(self.rule, y[own], columns[own]),
+                        differentiate_cotangents=self._needs_full_graph,
+                    )  # fmt: skip
                     for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
                         part.pull(chunk, observations, part_bars, span, log_precision)
                     found = chunk.finish(None if f_bar is None else f_bar[span], [*self.network_leaves, *leaves])
@@ -159,19 +164,31 @@ class Passes:
                         if gradient is not None:
                             total += gradient
                 count += len(y)
+        if count != sum(len(y) for y in self.targets):
+            raise CurvatureError(_OTHER_BATCHES)
         return totals, augment_totals
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The model in evaluation mode, and random draws that leave the global state alone."""
+        with evaluating(self.plan.model), seeded(self.seed, next(self.plan.model.parameters()).device):
+            yield
 
     @property
     def _needs_full_graph(self) -> bool:
         """Whether the output cotangents themselves depend on what is differentiated."""
         return not self.plan.piecewise_linear or self.hyper_in_network or self.rule.seeds_follow_outputs
 
-    def _check_repeated(self, index: int, y: Tensor) -> None:
-        if index >= len(self.targets) or not torch.equal(self.targets[index], y):
-            raise CurvatureError(
-                "the loader gave other batches in the second pass than in the first; gradients need the same data in "
-                "the same order: use shuffle=False (any order of a fixed permutation will do)"
-            )
+    def _check_repeated(self, index: int, x: Inputs, y: Tensor) -> None:
+        same = index < len(self.targets) and torch.equal(self.targets[index], y)
+        if not same or not torch.equal(self._fingerprints[index], _fingerprint(x)):
+            raise CurvatureError(_OTHER_BATCHES)
+
+
+_OTHER_BATCHES = (
+    "the loader gave other batches in the second pass than in the first; gradients need the same data in the same "
+    "order: use shuffle=False (any fixed order will do)"
+)
 
 
 class _TwoPasses(torch.autograd.Function):
@@ -216,6 +233,12 @@ def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
                 f"{tuple(original.shape)} it made {tuple(t.shape)}; for a single copy return x.unsqueeze(1)"
             )
     return copies
+
+
+def _fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
+    """A few entries of the inputs, by which to know them again."""
+    flat = [t.detach().flatten() for t in tensors_of(x)]
+    return torch.cat([t[:: max(1, t.numel() // entries)].double() for t in flat])
 
 
 def _take(x: Inputs, own: slice) -> Inputs:

@@ -96,6 +96,7 @@ def _kron(problem: Problem, name: str, size: int) -> Part:
         name, problem.groups[name], problem.setting, problem.n_data, bias=bias,
         keep_inputs=reduce and problem.n_data < (1 if bias else size // len(weight)),
         keep_outputs=reduce and problem.n_rows < len(weight),
+        transposed=problem.plan.rules[name] == "matmul",
     )  # fmt: skip
 
 

@@ -20,11 +20,13 @@ from asdl_marglik import (
     PlanChanged,
     Problem,
     augmented,
+    check_weights,
     evaluating,
     hyperparameters_in,
     make_plan,
     map_inputs,
     parts_of,
+    seeded,
     statistics,
     tensors_of,
     trainable,
@@ -198,7 +200,7 @@ class MarginalLikelihood:
         known = self._plan
         fits = known is not None and [*known.weights] == [*weights] and not known.provisional
         if not fits or any(known.weights[name] is not w for name, w in weights.items()):  # type: ignore[union-attr]
-            with evaluating(self.model):
+            with evaluating(self.model), seeded(0, tensors_of(x)[0].device):
                 self._plan = make_plan(self.model, weights, x)
         assert self._plan is not None
         return self._plan
@@ -250,6 +252,8 @@ class MarginalLikelihood:
         return self._finished(_Block(passes, k, c, plan.output_shape, *counts))
 
     def _all_data(self, loader: Iterable[tuple[Any, Tensor]]) -> _Block:
+        if iter(loader) is loader:
+            raise MarglikError("the loader can be read only once; pass a DataLoader or a list of (x, y) batches")
         first = next(iter(loader), None)
         if first is None:
             raise MarglikError("the loader is empty; it must yield (x, y) batches of all n_data data points")
@@ -263,6 +267,8 @@ class MarginalLikelihood:
             for x, y in loader:
                 own = draw_columns(len(y), c, k, True, generator) if shared is None else shared.expand(len(y), -1)
                 y = self._placed(y)
+                if any(len(t) != len(y) for t in tensors_of(x)):
+                    raise MarglikError("expected as many inputs as targets in every batch")
                 yield self._placed(x), y, own.to(y.device)
 
         passes = self._passes(plan, self.n_data, k, self._copies(self._placed(first[0])), batches)
@@ -270,7 +276,7 @@ class MarginalLikelihood:
 
     def _passes(self, plan: Plan, n: int, k: int, copies: int, batches: Callable[[], Iterable]) -> Passes:
         rule = rows_for(self.likelihood, plan.output_shape, self.root, k)
-        in_network = list(self._hyper_in_network.values())
+        in_network = [p for p in self._hyper_in_network.values() if p.requires_grad]
         return Passes(
             plan, self._parts(plan, n, k, copies), rule, batches, self.augment,
             chunk_inputs=self._chunk_inputs(plan, k), seed=self._seed(),
@@ -287,6 +293,11 @@ class MarginalLikelihood:
         return block
 
     def _reusable(self, block: _Block) -> Callable[[], Evidence]:
+        if self.likelihood.root_parameters():
+            raise MarglikError(
+                "a cached evaluation follows prior, noise and temperature only, and this likelihood has other "
+                "learnable parameters; freeze them or evaluate ml(x, y) anew"
+            )
         block.passes.reuse, block.passes.network_leaves, block.passes.differentiate_augmentation = True, [], False
         with torch.no_grad():
             statistics(block.passes, self.prior.log_precision)
@@ -294,6 +305,9 @@ class MarginalLikelihood:
 
     def _evidence(self, block: _Block) -> Evidence:
         passes = block.passes
+        check_weights(self.model)
+        if not self.prior.log_precision.isfinite().all():
+            raise MarglikError("the prior's log_precision contains NaN or infinity")
         f, parts = statistics(passes, self.prior.log_precision)
         y, columns = torch.cat(passes.targets), torch.cat(passes.columns)
         if block.n_data_blocks == 1 and len(y) != self.n_data:
@@ -302,6 +316,11 @@ class MarginalLikelihood:
         theta, scale = self.prior.log_precision.double(), self.likelihood.curvature_scale()
         log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
         log_prob = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), y).sum()
+        if not log_prob.isfinite():
+            each = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), y)
+            raise MarglikError(
+                f"the log-likelihood of datum {int((~each.isfinite()).nonzero()[0])} is not finite; check its target"
+            )
         return Evidence(
             log_likelihood=block.n_data_blocks * log_prob * torch.exp(-self.likelihood.log_temperature.double()),
             scatter=self.prior.scatter(self.weights),

@@ -107,6 +107,8 @@ class ClassPartition(Partition):
 
 
 def _within(name: str, value: int | None, limit: int, what: str) -> int:
+    if limit < 1:
+        raise MarglikError(f"there must be at least one of the {what}, got {limit}")
     if value is None:
         return limit
     if not 1 <= value <= limit:

@@ -121,6 +121,11 @@ def _groups_by_pattern(patterns: Mapping[str, str], weights: Mapping[str, Tensor
 
 
 def _initial(precision: float | Mapping[str, float], groups: Groups, names: list[str], like: Tensor) -> Tensor:
+    missing = [n for n in names if isinstance(precision, Mapping) and n not in precision]
+    if missing:
+        raise MarglikError(
+            f"no initial precision for group {missing[0]!r}; the groups are {list(dict.fromkeys(names))}"
+        )
     values = [precision[n] if isinstance(precision, Mapping) else precision for n in names]
     if not all(v > 0 and math.isfinite(v) for v in values):
         raise MarglikError(f"prior precision must be positive and finite, got {precision}")

@@ -22,21 +22,21 @@ class DiagonalLikelihood(Likelihood):
         raise TypeError(f"{type(self).__name__} must define root_diagonal(f, y)")
 
     def _sum(self, log_prob: Tensor) -> Tensor:
-        return log_prob.flatten(1).sum(1)
+        return log_prob.reshape(len(log_prob), -1).sum(1)
 
     def hessian(self, f: Tensor, y: Tensor) -> Tensor:
         root = self.root_diagonal(f, y)
         values = torch.ones_like(f) if root is None else root.square()
-        return torch.diag_embed(values.flatten(1))
+        return torch.diag_embed(values.reshape(len(f), -1))
 
     def root(self, f: Tensor, y: Tensor, kind: Root, columns: Tensor) -> Tensor:
         root = self.root_diagonal(f, y)
-        full = torch.diag_embed((torch.ones_like(f) if root is None else root).flatten(1))
+        full = torch.diag_embed((torch.ones_like(f) if root is None else root).reshape(len(f), -1))
         return full.gather(2, columns.unsqueeze(1).expand(-1, full.shape[1], -1))
 
     def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
         root = self.root_diagonal(f, y)
-        return None if root is None else torch.diag_embed(root.flatten(1).gather(1, columns))
+        return None if root is None else torch.diag_embed(root.reshape(len(f), -1).gather(1, columns))
 
 
 class Gaussian(DiagonalLikelihood):
