@@ -10,17 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from . import persample
 from .network import Inputs, map_inputs, tensors_of
-from .record import Recorder, Use
+from .record import Recorder
 
 if TYPE_CHECKING:
     from .plan import Plan
+
+
+# How the factors of a weight treat augmented copies and shared positions: keep all of them; average (sum) over copies;
+# average (sum) over copies and positions
+Form = Literal["all", "expand", "reduce"]
 
 
 class RootRows(Protocol):
@@ -69,8 +74,8 @@ class Chunk:
         self.seeds = selection.seeds(f).to(f.dtype)
         self.mixing = selection.weights(self.f)  # stays in the graph of the outputs
         self._inputs = [self._input(index) for index in range(len(self._uses))]
-        self._cotangents = [self._backward(self.seeds[:, k], differentiate_cotangents) for k in range(self.k)]
-        self._differentiable = differentiate_cotangents
+        self._computed: list[dict[int, Tensor]] | None = None
+        self.differentiable = differentiate_cotangents
         self._outputs: list[Tensor] = []  # what has received a cotangent, and the cotangents
         self._bars: list[Tensor] = []
         self._persample: dict[str, Tensor] | None = None
@@ -84,6 +89,14 @@ class Chunk:
     def weights(self) -> Tensor | None:
         """Mixing weights [n, K, R] in the dtype of the rows, detached."""
         return None if self.mixing is None else self.mixing.detach().to(self.f.dtype)
+
+    @property
+    def _cotangents(self) -> list[dict[int, Tensor]]:
+        """Output cotangents of the uses, per seed; computed when first asked for."""
+        if self._computed is None:
+            with torch.enable_grad():
+                self._computed = [self._backward(self.seeds[:, k], self.differentiable) for k in range(self.k)]
+        return self._computed
 
     def _input(self, index: int) -> Tensor | None:
         use, layout = self._uses[index]
@@ -133,29 +146,53 @@ class Chunk:
             for k in range(self.k):
                 self._pull(index, k, lambda a, g, use=use, role=role: use.rule.rows(use.call, role, a, g), bar[:, k])
 
-    def factors(self, name: str) -> list[tuple[Tensor | None, list[Tensor]]]:
-        """For every use of a weight, its patches [n, A, T, groups, D] and, per seed, positions [n, A, T, groups, O]."""
+    def input_factors(self, name: str, form: Form) -> list[Tensor | None]:
+        """For every use of a weight, its patches [n, T, groups, D]; None for a bias."""
         found = []
         for index, role in self.plan.uses_of[name]:
-            use, _ = self._uses[index]
             a = _detached(self._inputs[index])
-            patches = None if a is None else use.rule.patches(use.call, role, a)
-            positions = [use.rule.positions(use.call, role, c[index].detach()) for c in self._cotangents]
-            found.append((None if patches is None else self._by_copy(patches), [self._by_copy(p) for p in positions]))
+            found.append(None if a is None else self._patches(index, role, a, form))
         return found
 
-    def pull_factors(self, name: str, bars: list[tuple[Tensor | None, list[Tensor | None]]]) -> None:
-        """Take the cotangents of `factors(name)` back."""
+    def output_factors(self, name: str, form: Form) -> list[list[Tensor]]:
+        """For every use of a weight, per seed, its positions [n, T, groups, O]."""
+        return [
+            [self._positions(index, role, cotangents[index].detach(), form) for cotangents in self._cotangents]
+            for index, role in self.plan.uses_of[name]
+        ]
+
+    def _patches(self, index: int, role: str, a: Tensor, form: Form) -> Tensor | None:
+        (use, _), rule = self._uses[index], self._uses[index][0].rule
+        if form == "all":
+            patches = rule.patches(use.call, role, a)
+        else:  # patches are linear in the input: averaging copies first is the same and cheaper
+            a = a.unflatten(1, (self.copies, -1)).mean(1)
+            patches = rule.patches(use.call, role, a) if form == "expand" else rule.mean_patch(use.call, role, a)
+        if patches is None:
+            return None
+        patches = patches.flatten(1, 2)
+        return patches.mean(1, keepdim=True) if form == "reduce" else patches
+
+    def _positions(self, index: int, role: str, g: Tensor, form: Form) -> Tensor:
+        use, _ = self._uses[index]
+        if form != "all":
+            g = g.unflatten(1, (self.copies, -1)).sum(1)
+        positions = use.rule.positions(use.call, role, g).flatten(1, 2)
+        return positions.sum(1, keepdim=True) if form == "reduce" else positions
+
+    def pull_factors(
+        self, name: str, form: Form, bars: Sequence[tuple[Tensor | None, Sequence[Tensor | None]]]
+    ) -> None:
+        """Take the cotangents of the factors back, use by use: (of patches, per seed of positions)."""
         for (index, role), (patches_bar, positions_bars) in zip(self.plan.uses_of[name], bars, strict=True):
-            use, _ = self._uses[index]
 
-            def patches(a: Tensor, _: Tensor | None, use: Use = use, role: str = role) -> Tensor:
-                found = use.rule.patches(use.call, role, a)
+            def patches(a: Tensor, _: Tensor | None, index: int = index, role: str = role) -> Tensor:
+                found = self._patches(index, role, a, form)
                 assert found is not None  # it had a cotangent
-                return self._by_copy(found)
+                return found
 
-            def positions(_: Tensor | None, g: Tensor, use: Use = use, role: str = role) -> Tensor:
-                return self._by_copy(use.rule.positions(use.call, role, g))
+            def positions(_: Tensor | None, g: Tensor, index: int = index, role: str = role) -> Tensor:
+                return self._positions(index, role, g, form)
 
             if patches_bar is not None:
                 self._pull(index, None, patches, patches_bar)
@@ -197,7 +234,7 @@ class Chunk:
         graph_a = self._inputs[index]
         graph_g = None if k is None else self._cotangents[k][index]
         wanted_a = graph_a is not None and graph_a.requires_grad
-        wanted_g = graph_g is not None and self._differentiable and graph_g.requires_grad
+        wanted_g = graph_g is not None and self.differentiable and graph_g.requires_grad
         if not (wanted_a or wanted_g):
             return
         a, g = _detached(graph_a), _detached(graph_g)
@@ -219,10 +256,6 @@ class Chunk:
                 return
         self._outputs.append(output)
         self._bars.append(bar)
-
-    def _by_copy(self, t: Tensor) -> Tensor:
-        """[n, A * m, T, groups, D] -> [n, A, m * T, groups, D]."""
-        return t.reshape(self.n, self.copies, -1, *t.shape[3:])
 
     def _persample_rows(self) -> dict[str, Tensor]:
         if self._persample is None:

@@ -65,9 +65,9 @@ class _Factors(_Store):
     slots = 2
 
     def observe(self, chunk: Chunk) -> list[Tensor]:
-        ((patches, positions),) = chunk.factors(self.name)
+        (patches,), (positions,) = chunk.input_factors(self.name, "all"), chunk.output_factors(self.name, "all")
         assert patches is not None
-        return [patches.flatten(1, 3), torch.stack([g.flatten(1, 3) for g in positions], 1)]
+        return [patches.squeeze(2), torch.stack([g.squeeze(2) for g in positions], 1)]
 
     def _products(self, kept: list[Tensor], own: slice) -> tuple[Tensor, Tensor]:
         """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with all."""
@@ -89,11 +89,8 @@ class _Factors(_Store):
         bar = bar.view(n, k, 1, len(a), k, 1)
         a_bar = (bar * outputs).sum((1, 4)).reshape(n * t, -1) @ a.flatten(0, 1)
         g_bar = (bar * inputs).reshape(n * k * t, -1) @ g.flatten(0, 2)
-        ((patches, positions),) = chunk.factors(self.name)
-        assert patches is not None
-        by_seed = g_bar.view(n, k, t, -1).unbind(1)
-        bars = [b.reshape(p.shape) for b, p in zip(by_seed, positions, strict=True)]
-        chunk.pull_factors(self.name, [(a_bar.reshape(patches.shape), list(bars))])
+        by_seed = g_bar.view(n, k, t, 1, -1).unbind(1)
+        chunk.pull_factors(self.name, "all", [(a_bar.view(n, t, 1, -1), list(by_seed))])
 
 
 class Gram(Part):

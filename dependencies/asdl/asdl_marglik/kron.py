@@ -19,14 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .chunk import Chunk
-from .linalg import eigenvalues
+from .chunk import Chunk, Form
+from .linalg import eigenvalues, second_moment
 from .part import Group, Part, mix
 
 Setting = Literal["expand", "reduce"]
-Uses = list[
-    tuple[Tensor | None, list[Tensor]]
-]  # per use: patches [n, A, T, groups, D], positions [n, A, T, groups, O] per seed
 
 
 class Kron(Part):
@@ -42,54 +39,57 @@ class Kron(Part):
         keep_inputs: bool,
         keep_outputs: bool,
         bias: bool,
+        called_once: bool = True,
         transposed: bool = False,
     ):
         self.transposed = transposed  # the weight is stored [inputs, outputs]
         self.names, self.group, self.setting, self.n_data, self.bias = (name,), group, setting, n_data, bias
         self.kinds = ("rows" if keep_inputs else "sum", "rows" if keep_outputs else "sum")
         self.label = f"kronecker ({setting})"
+        # positions of several calls are pooled before they are reduced
+        self.form: Form = setting if called_once else "expand"
 
-    def _observe(self, uses: Uses, mixing: Tensor | None) -> list[Tensor]:
-        """Observations from all uses of the weight, as if they were further shared positions."""
-        patches = (
-            None if self.bias else torch.cat([p.mean(1) for p, _ in uses if p is not None], 1)
-        )  # [n, T, groups, D]
-        positions = torch.cat([torch.stack([g.sum(1) for g in gs], 1) for _, gs in uses], 2)  # [n, K, T, groups, O]
+    def _inputs(self, patches: list[Tensor | None], like: Tensor) -> Tensor:
+        """Observation of the input factor; uses of the weight are further shared positions."""
+        given = [p for p in patches if p is not None]
+        rows = like.new_ones(len(like), 1, 1, 1) if self.bias else torch.cat(given, 1)  # [n, T, groups, D]
         if self.setting == "reduce":
-            patches = None if patches is None else patches.mean(1, keepdim=True)
-            positions = positions.sum(2, keepdim=True)
-        if patches is None:
-            patches = positions.new_ones(len(positions), 1, 1, 1)
-        patches = patches / (self.n_data * patches.shape[1]) ** 0.5
-        first = patches if self.kinds[0] == "rows" else torch.einsum("ntgd,ntge->gde", patches, patches)
-        if self.kinds[1] == "sum":
-            positions = mix(positions, mixing)
-            return [first, torch.einsum("nktgo,nktgp->gop", positions, positions)]
-        return [first, positions]
+            rows = rows.mean(1, keepdim=True)
+        rows = rows / (self.n_data * rows.shape[1]) ** 0.5
+        return rows if self.kinds[0] == "rows" else second_moment(rows.flatten(0, 1))
+
+    def _outputs(self, positions: list[list[Tensor]], mixing: Tensor | None) -> Tensor:
+        """Observation of the output factor."""
+        rows = torch.cat([torch.stack(by_seed, 1) for by_seed in positions], 2)  # [n, K, T, groups, O]
+        if self.setting == "reduce":
+            rows = rows.sum(2, keepdim=True)
+        return rows if self.kinds[1] == "rows" else second_moment(mix(rows, mixing).flatten(0, 2))
 
     def observe(self, chunk: Chunk) -> list[Tensor]:
-        return self._observe(chunk.factors(self.names[0]), chunk.weights())
+        inputs = self._inputs(chunk.input_factors(self.names[0], self.form), chunk.f)
+        return [inputs, self._outputs(chunk.output_factors(self.names[0], self.form), chunk.weights())]
 
     def pull(
         self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
     ) -> None:
-        uses = chunk.factors(self.names[0])
+        name, n_uses = self.names[0], len(chunk.plan.uses_of[self.names[0]])
         bars = [bar[rows] if kind == "rows" else bar for bar, kind in zip(bars, self.kinds, strict=True)]
-        mixing = chunk.weights()
+        patches_bars: list[Tensor | None] = [None] * n_uses
+        positions_bars: list[list[Tensor | None]] = [[None] * chunk.k for _ in range(n_uses)]
         with torch.enable_grad():
-            leaves = [p.requires_grad_() for p, _ in uses if p is not None]
-            leaves += [g.requires_grad_() for _, gs in uses for g in gs]
-            if mixing is not None:
-                leaves.append(mixing.requires_grad_())
-            results = self._observe(uses, mixing)
-            live = [(r, bar) for r, bar in zip(results, bars, strict=True) if r.requires_grad]
-            found = iter(torch.autograd.grad([r for r, _ in live], leaves, [b for _, b in live], allow_unused=True))
-        patches_bars = [next(found) if p is not None else None for p, _ in uses]
-        chunk.pull_factors(
-            self.names[0], [(p, [next(found) for _ in gs]) for p, (_, gs) in zip(patches_bars, uses, strict=True)]
-        )
-        if mixing is not None:
-            chunk.pull_mixing(next(found))
+            if not self.bias:
+                patches = [p.requires_grad_() for p in chunk.input_factors(name, self.form) if p is not None]
+                patches_bars = list(torch.autograd.grad(self._inputs([*patches], chunk.f), patches, bars[0]))
+            mixing = chunk.weights()
+            inside = self.kinds[1] == "sum" and mixing is not None  # the mixing is part of the observation
+            if chunk.differentiable or inside:
+                positions = chunk.output_factors(name, self.form)
+                leaves = [g.requires_grad_() for by_seed in positions for g in by_seed]
+                leaves += [mixing.requires_grad_()] if inside and mixing is not None else []
+                found = iter(torch.autograd.grad(self._outputs(positions, mixing), leaves, bars[1]))
+                positions_bars = [[next(found) for _ in by_seed] for by_seed in positions]
+                chunk.pull_mixing(next(found, None))
+        chunk.pull_factors(name, self.form, list(zip(patches_bars, positions_bars, strict=True)))
 
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor

@@ -129,3 +129,20 @@ def _tiny(roots: Tensor) -> Tensor:
 def eigenvalues(matrix: Tensor) -> Tensor:
     """Non-negative eigenvalues of positive semi-definite M [..., n, n], ascending; their derivative needs no gaps."""
     return torch.linalg.eigvalsh(matrix.to(torch.float64)).clamp_min(0)
+
+
+class _SecondMoment(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return rows.mT @ rows
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        (rows,) = ctx.saved_tensors
+        return rows @ (cotangents[0] + cotangents[0].mT)  # one product, where autograd would make two
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """Sum of outer products [groups, D, D] of rows [N, groups, D]."""
+    return _SecondMoment.apply(rows.movedim(1, 0))

@@ -17,6 +17,7 @@ EXACT_BLOCK = 1024  # a weight without a Kronecker form gets its exact block up 
 EXACT_BLOCK_ROWS = 2**24  # and up to this many numbers in its rows
 FACTOR_MARGIN = 2  # elementwise products of factors run below the speed of matrix products
 FACTOR_PAIRS = 2**25  # entries of the products of factors at most
+KEPT_ROWS = 2048  # rows of a Kronecker output factor that are kept: then a second pass need not compute them again
 
 Granularity = Literal["module", "tensor"]
 
@@ -95,7 +96,8 @@ def _kron(problem: Problem, name: str, size: int) -> Part:
     return Kron(
         name, problem.groups[name], problem.setting, problem.n_data, bias=bias,
         keep_inputs=reduce and problem.n_data < (1 if bias else size // len(weight)),
-        keep_outputs=reduce and problem.n_rows < len(weight),
+        keep_outputs=reduce and problem.n_rows <= max(len(weight), KEPT_ROWS),
+        called_once=len(problem.plan.uses_of[name]) == 1,
         transposed=problem.plan.rules[name] == "matmul",
     )  # fmt: skip
 

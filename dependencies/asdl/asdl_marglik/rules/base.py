@@ -46,6 +46,11 @@ class Rule(ABC):
         """Kronecker input factor [n, Q, T, groups, D]; None where it is constant (a bias)."""
         return None
 
+    def mean_patch(self, call: Call, role: str, a: Tensor) -> Tensor | None:
+        """Mean of the patches over positions [n, Q, 1, groups, D]."""
+        patches = self.patches(call, role, a)
+        return None if patches is None else patches.mean(2, keepdim=True)
+
     def positions(self, call: Call, role: str, g: Tensor) -> Tensor:
         """Kronecker output factor [n, Q, T, groups, O]."""
         raise TypeError(f"{self.name} has no Kronecker form for its {role}")

@@ -61,16 +61,34 @@ class Convolution(Rule):
         if role == "bias":
             return None  # constant
         options, weight = call.options, call.weights["weight"]
+        n, q, channels, *sides = a.shape
+        d, groups = len(sides), options["groups"]
+        if d == 2:  # torch has a kernel for this case
+            geometry = {key: options[key] for key in ("dilation", "padding", "stride")}
+            unfolded = F.unfold(a.flatten(0, 1), weight.shape[2:], **geometry)  # [n Q, channels k k, T]
+            return unfolded.view(n, q, groups, -1, unfolded.shape[2]).permute(0, 1, 4, 2, 3)
         a = F.pad(a, [p for pad in reversed(options["padding"]) for p in (pad, pad)])
-        d = len(options["stride"])
         for axis, (k, stride, dilation) in enumerate(
             zip(weight.shape[2:], options["stride"], options["dilation"], strict=True)
         ):
             a = a.unfold(3 + axis, dilation * (k - 1) + 1, stride)[..., ::dilation]
-        n, q, channels = a.shape[:3]
         positions = a.shape[3 : 3 + d].numel()
-        a = a.reshape(n, q, options["groups"], channels // options["groups"], positions, -1)
+        a = a.reshape(n, q, groups, channels // groups, positions, -1)
         return a.permute(0, 1, 4, 2, 3, 5).flatten(4)
+
+    def mean_patch(self, call: Call, role: str, a: Tensor) -> Tensor | None:
+        """Without forming patches: along each side, a 0-1 matrix sums the entries that meet a kernel offset."""
+        if role == "bias":
+            return None
+        options, kernel = call.options, call.weights["weight"].shape[2:]
+        total = 1
+        for axis in range(len(kernel)):
+            side = a.shape[3]
+            meets = _meetings(side, kernel[axis], *(options[o][axis] for o in ("stride", "padding", "dilation")))
+            total *= meets.shape[0]
+            # sum over this side, its kernel offsets become the last axis
+            a = a.movedim(3, -1) @ meets.sum(0).to(a)
+        return (a / total).flatten(2).unflatten(2, (options["groups"], -1)).unsqueeze(2)
 
     def positions(self, call: Call, role: str, g: Tensor) -> Tensor:
         g = g.flatten(3).movedim(3, 2)  # [n, Q, T, O]
@@ -126,6 +144,13 @@ def _fold(t: Tensor) -> Tensor:
 
 def _unfold(t: Tensor, shape: torch.Size) -> Tensor:
     return t.unflatten(1, (shape[0], shape[2])).transpose(0, 1)
+
+
+def _meetings(side: int, kernel: int, stride: int, padding: int, dilation: int) -> Tensor:
+    """Whether, at an output position, a kernel offset meets an input entry: [positions, side, kernel]."""
+    positions = (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    entry = stride * torch.arange(positions)[:, None] - padding + dilation * torch.arange(kernel)  # [positions, kernel]
+    return torch.arange(side)[None, :, None] == entry[:, None, :]
 
 
 def _tuple(value: int | tuple[int, ...] | list[int], d: int) -> tuple[int, ...]:
