@@ -122,19 +122,21 @@ class Chunk:
             found[i] = layout.standard(g, self.n * self.copies, self.n)
         return found
 
-    def rows(self, name: str) -> Tensor:
-        """Jacobian rows [n, K, *shape] of one weight, one per seed, without a graph."""
+    def rows(self, name: str, out: Tensor | None = None) -> Tensor:
+        """Jacobian rows [n, K, *shape] of one weight, one per seed, without a graph; written to `out` if given."""
         if name in self.plan.persample:
-            return self._persample_rows()[name]
-        rows = []
-        for cotangents in self._cotangents:
-            terms = []
-            for index, role in self.plan.uses_of[name]:
+            rows = self._persample_rows()[name]
+            return rows if out is None else out.copy_(rows)
+        if out is None:
+            weight = self.plan.weights[name]
+            out = weight.new_empty(self.n, self.k, *weight.shape)
+        for k, cotangents in enumerate(self._cotangents):
+            for call, (index, role) in enumerate(self.plan.uses_of[name]):
                 use, _ = self._uses[index]
                 a, g = _detached(self._inputs[index]), cotangents[index].detach()
-                terms.append(use.rule.rows(use.call, role, a, g))
-            rows.append(sum(terms[1:], terms[0]))
-        return torch.stack(rows, 1) if len(rows) > 1 else rows[0].unsqueeze(1)
+                rows = use.rule.rows(use.call, role, a, g)
+                out[:, k] = rows if call == 0 else out[:, k] + rows
+        return out
 
     def pull_rows(self, name: str, bar: Tensor) -> None:
         """Take the cotangent [n, K, *shape] of `rows(name)` back to the operations' inputs and output cotangents."""

@@ -28,7 +28,7 @@ class _SumOverRows(Part):
         rows = [chunk.rows(name).reshape(chunk.n, chunk.k, -1) for name in self.names]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 2)
 
-    def observe(self, chunk: Chunk) -> list[Tensor]:
+    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
         return [self.reduce(mix(self._rows(chunk), chunk.weights()))]
 
     def pull(

@@ -28,8 +28,8 @@ class _Store(ABC):
         self.name = name
 
     @abstractmethod
-    def observe(self, chunk: Chunk) -> list[Tensor]:
-        """The chunk's observations, each [n, ...]."""
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
+        """The chunk's observations, each [n, ...], possibly written to `out`."""
 
     @abstractmethod
     def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
@@ -45,8 +45,11 @@ class _Rows(_Store):
 
     slots = 1
 
-    def observe(self, chunk: Chunk) -> list[Tensor]:
-        return [chunk.rows(self.name).reshape(chunk.n, chunk.k, -1)]
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
+        if out is None:
+            return [chunk.rows(self.name).reshape(chunk.n, chunk.k, -1)]
+        chunk.rows(self.name, out[0].view(chunk.n, chunk.k, *chunk.plan.weights[self.name].shape))
+        return out
 
     def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
         v = kept[0].flatten(0, 1)
@@ -64,7 +67,7 @@ class _Factors(_Store):
 
     slots = 2
 
-    def observe(self, chunk: Chunk) -> list[Tensor]:
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         (patches,), (positions,) = chunk.input_factors(self.name, "all"), chunk.output_factors(self.name, "all")
         assert patches is not None
         return [patches.squeeze(2), torch.stack([g.squeeze(2) for g in positions], 1)]
@@ -107,8 +110,9 @@ class Gram(Part):
         self.shared = sorted({g for name in names if isinstance(g := groups[name], int)})
         self.elementwise = [name for name in names if isinstance(groups[name], slice)]
 
-    def observe(self, chunk: Chunk) -> list[Tensor]:
-        return [observation for store in self.stores for observation in store.observe(chunk)]
+    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
+        places: list = [None] * len(self.stores) if out is None else self._kept(out)
+        return [o for store, place in zip(self.stores, places, strict=True) for o in store.observe(chunk, place)]
 
     def _kept(self, observations: list[Tensor]) -> list[list[Tensor]]:
         """Observations by weight."""

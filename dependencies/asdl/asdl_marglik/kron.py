@@ -65,7 +65,7 @@ class Kron(Part):
             rows = rows.sum(2, keepdim=True)
         return rows if self.kinds[1] == "rows" else second_moment(mix(rows, mixing).flatten(0, 2))
 
-    def observe(self, chunk: Chunk) -> list[Tensor]:
+    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
         inputs = self._inputs(chunk.input_factors(self.names[0], self.form), chunk.f)
         return [inputs, self._outputs(chunk.output_factors(self.names[0], self.form), chunk.weights())]
 

@@ -28,8 +28,11 @@ class Part(ABC):
     label: str  # for people
 
     @abstractmethod
-    def observe(self, chunk: Chunk) -> list[Tensor]:
-        """Observations of one chunk, without a graph, one per entry of `kinds`."""
+    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
+        """Observations of one chunk, without a graph, one per entry of `kinds`.
+
+        out: where "rows" will be kept; a part may write there at once and return it, to save a copy.
+        """
 
     def summarise(self, observations: list[Tensor], log_precision: Tensor) -> list[Tensor]:
         """Small statistics of all observations."""

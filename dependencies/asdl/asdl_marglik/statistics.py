@@ -36,6 +36,7 @@ class Passes:
     rule: RootRows
     batches: Callable[[], Iterable[Batch]]  # the same batches, in the same order, every time
     augment: nn.Module | None
+    n_data: int  # in all batches together
     chunk_inputs: int
     seed: int
     network_leaves: list[Tensor]  # hyperparameters inside the network or the likelihood's root
@@ -78,7 +79,7 @@ class Passes:
                 return [self._results[0], *self._summarise(self._observations, log_precision)]
             return self._results
         outputs: list[Tensor] = []
-        collected: list[list[list[Tensor]]] = [[[] for _ in part.kinds] for part in self.parts]
+        collected = [_Collected() for _ in self.parts]
         self.targets, self.columns, self._fingerprints, count = [], [], [], 0
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
@@ -95,14 +96,13 @@ class Passes:
                     check_finite(chunk.f, _take(copies, own), self.plan.model, count + own.start)
                     outputs.append(chunk.f.detach())
                     for part, store in zip(self.parts, collected, strict=True):
-                        _accumulate(part, store, part.observe(chunk))
+                        store.add(part, chunk, self.n_data)
                 count += len(y)
-        if not outputs:
-            raise CurvatureError("there are no data: the block or the loader is empty")
-        observations = [
-            [_joined(kind, kept) for kind, kept in zip(part.kinds, store, strict=True)]
-            for part, store in zip(self.parts, collected, strict=True)
-        ]
+        if count != self.n_data:
+            raise CurvatureError(
+                f"the loader gave {count} data points in all, but n_data={self.n_data}; the two must agree"
+            )
+        observations = [store.all for store in collected]
         results = [torch.cat(outputs), *self._summarise(observations, log_precision)]
         if keep or (self.reuse and self.summary_depends_on_precision):
             self._observations = observations
@@ -245,16 +245,34 @@ def _take(x: Inputs, own: slice) -> Inputs:
     return map_inputs(lambda t: t[own], x)
 
 
-def _joined(kind: str, kept: list[Tensor]) -> Tensor:
-    """All chunks' observations; the pieces are released at once, for together they are as large as the result."""
-    joined = kept[0] if kind == "sum" or len(kept) == 1 else torch.cat(kept)
-    kept.clear()
-    return joined
+class _Collected:
+    """Observations of one part over chunks: "rows" side by side in one buffer, "sum" added up."""
 
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+        self._count = 0
 
-def _accumulate(part: Part, store: list[list[Tensor]], observations: list[Tensor]) -> None:
-    for kind, kept, observation in zip(part.kinds, store, observations, strict=True):
-        if kind == "sum" and kept:
-            kept[0] += observation
-        else:
-            kept.append(observation)
+    @property
+    def all(self) -> list[Tensor]:
+        return self._held
+
+    def add(self, part: Part, chunk: Chunk, n_data: int) -> None:
+        own = slice(self._count, self._count + chunk.n)
+        self._count += chunk.n
+        if self._count > n_data:  # reported, with the full count, when all batches are read
+            return
+        if chunk.n == n_data:  # a single chunk
+            self._held = part.observe(chunk)
+            return
+        places = [h[own] for h in self._held] if self._held and set(part.kinds) == {"rows"} else None
+        found = part.observe(chunk, places)
+        if not self._held:
+            self._held = [
+                o.new_empty(n_data, *o.shape[1:]) if kind == "rows" else torch.zeros_like(o)
+                for kind, o in zip(part.kinds, found, strict=True)
+            ]
+        for kind, held, observation in zip(part.kinds, self._held, found, strict=True):
+            if kind == "sum":
+                held += observation
+            elif places is None or observation.data_ptr() != held[own].data_ptr():
+                held[own] = observation

@@ -279,7 +279,7 @@ class MarginalLikelihood:
         in_network = [p for p in self._hyper_in_network.values() if p.requires_grad]
         return Passes(
             plan, self._parts(plan, n, k, copies), rule, batches, self.augment,
-            chunk_inputs=self._chunk_inputs(plan, k), seed=self._seed(),
+            n_data=n, chunk_inputs=self._chunk_inputs(plan, k), seed=self._seed(),
             network_leaves=[*in_network, *self.likelihood.root_parameters()], hyper_in_network=bool(in_network),
         )  # fmt: skip
 
@@ -310,8 +310,6 @@ class MarginalLikelihood:
             raise MarglikError("the prior's log_precision contains NaN or infinity")
         f, parts = statistics(passes, self.prior.log_precision)
         y, columns = torch.cat(passes.targets), torch.cat(passes.columns)
-        if block.n_data_blocks == 1 and len(y) != self.n_data:
-            raise MarglikError(f"the loader gave {len(y)} data points but n_data={self.n_data}; they must agree")
         mixing = passes.rule.weights(f, y, columns)
         theta, scale = self.prior.log_precision.double(), self.likelihood.curvature_scale()
         log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
