@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import pickle
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -16,40 +15,41 @@ from .errors import NtkMarglikError
 FORMAT = "ntkmarglik-checkpoint-1"
 
 
-@contextlib.contextmanager
-def atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to that takes the place of `path` only once it is whole and on disk."""
+def replace(path: Path, content: bytes | memoryview) -> None:
+    """Give a file new content; whatever happens, it is the old or the new one, never a part."""
     temporary = path.with_name(path.name + ".partial")
     try:
         with temporary.open("wb") as file:
-            yield file
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    finally:
+    except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        raise
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Store tensors, numbers and strings; loadable with `weights_only=True`."""
-    with atomic(path) as file:
-        torch.save({"format": FORMAT, **state}, file)
+    # Written by torch itself, a checkpoint that meets a full disk ends in an internal error of its zip writer.
+    buffer = io.BytesIO()
+    torch.save({"format": FORMAT, **state}, buffer)
+    replace(path, buffer.getbuffer())
 
 
 def load(path: Path) -> dict[str, Any]:
     """The state of a checkpoint, or an error that says what is wrong with the file; the file is never changed."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise NtkMarglikError(f"There is no checkpoint {path} to resume from; start without --resume.") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file can fail in any way
         raise NtkMarglikError(
             f"{path} cannot be read as a checkpoint ({type(error).__name__}): it is damaged or of another program. "
-            "Move it away and start without --resume, or resume from another folder."
+            "Nothing was changed; start again in another folder with --out."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise NtkMarglikError(
-            f"{path} is not a checkpoint of this program (format {FORMAT}); move it away and start without --resume."
+            f"{path} is not a checkpoint of this program (format {FORMAT}). Nothing was changed; start again in "
+            "another folder with --out."
         )
     return state

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
@@ -60,7 +62,7 @@ class Hyperparameters:
 
     prior: Literal["scalar", "layerwise", "diagonal"] = "layerwise"
     """One prior precision for all weights, one per parameter tensor, or one per weight."""
-    prior_precision: float = 1.0
+    prior_precision: float = 0.01
     """Initial prior precision."""
     augment: Literal["none", "affine"] = "none"
     """Learn a distribution over affine transformations of the inputs."""
@@ -82,7 +84,7 @@ class Training:
     """Data points per weight step."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """Optimiser of the weights; sgd has momentum 0.9."""
-    lr: float = 1e-3
+    lr: float = 5e-3
     """Learning rate of the weights at the start (cosine decay)."""
     lr_min: float = 1e-6
     """Learning rate of the weights at the end."""
@@ -114,12 +116,14 @@ class Run:
     """Device; auto takes a GPU if there is one."""
     precision: Literal["float32", "float64"] = "float32"
     """Number format of the network."""
-    out: Path | None = None
+    threads: int = 0
+    """CPU threads; 0 = one for a small network (more only wait for each other), else torch's own number."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Run folder; by default runs/ and a name made of the settings."""
     resume: bool = False
-    """Continue the run in its folder from the last checkpoint."""
+    """Continue the run in its folder from the last checkpoint; without one, start it."""
     baseline: bool = True
-    """Also train the MAP baseline (same settings, fixed prior) and compare."""
+    """Also train the MAP baseline (same settings, fixed prior, no learned augmentation) and compare."""
     eval_every: int = 0
     """Epochs between evaluations on the test set; 0 = about fifty in all."""
     checkpoint_seconds: float = 10.0
@@ -131,7 +135,7 @@ class Run:
     tensorboard: bool = False
     """Mirror metrics to tensorboard."""
     dry_run: bool = False
-    """Print the resolved settings, sizes and estimates of memory and time; write nothing."""
+    """Print the resolved settings, sizes and estimates of memory and time; no run folder is made."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class Config:
 
     def command(self, script: str = "classification_image.py") -> str:
         """The command line that gives this configuration."""
-        return " ".join(["python", script, *self.arguments()])
+        return shlex.join(["python", script, *self.arguments()])
 
 
 def parse(arguments: Sequence[str] | None = None) -> Config:
@@ -223,13 +227,22 @@ def _flags_of(path: Path) -> list[str]:
         raise NtkMarglikError(
             f"{path} must hold settings as `name: value` lines, but holds a {type(settings).__name__}."
         )
+    defaults = Config().flat()
     flags: list[str] = []
-    for name, value in settings.items():
+    for key, value in settings.items():
+        name = str(key).replace("-", "_")
+        if name not in defaults:
+            close = difflib.get_close_matches(name, defaults, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise NtkMarglikError(f"{path}: unknown setting {key!r}.{hint} --help lists all of them.")
         if value is None:
             continue
-        if isinstance(value, (dict, list)):
-            raise NtkMarglikError(f"{path}: {name!r} must be a single value, but is {value!r}.")
-        flags.extend(_flag(str(name), value))
+        if isinstance(value, dict | list):
+            raise NtkMarglikError(f"{path}: {key} must be a single value, but is {value!r}.")
+        if isinstance(value, bool) != isinstance(defaults[name], bool):
+            expected = "true or false" if isinstance(defaults[name], bool) else f"a value like {defaults[name]!r}"
+            raise NtkMarglikError(f"{path}: {key} must be {expected}, but is {value!r}.")
+        flags.extend(_flag(name, value))
     return flags
 
 

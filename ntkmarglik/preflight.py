@@ -3,41 +3,59 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import psutil
 import torch
-from torch import nn
 
 from .config import Config
-from .data import Dataset
 from .errors import NtkMarglikError
+from .machine import device_of, free_memory
 from .methods import Method, Problem
 from .train import hyper_epochs
+
+PROBE = 64  # data points on which an estimate is timed
 
 
 @dataclass(frozen=True)
 class Sizes:
     """The numbers that decide what an estimate costs."""
 
-    n_data: int
-    n_outputs: int
-    n_parameters: int
+    structure: str
+    modules: tuple[int, ...]  # parameters of each module
+    groups: int  # of the prior; 0 if every weight has its own
     subset: int
     outputs: int
+    element: int  # bytes of a number
 
     @property
     def rows(self) -> int:
         return self.subset * self.outputs
 
-    def kernel_bytes(self, rows: int, element: int) -> int:
-        """Stored rows and a few square matrices in float64."""
-        return element * rows * self.n_parameters + 4 * 8 * rows**2
+    @property
+    def n_parameters(self) -> int:
+        return sum(self.modules)
+
+    def evidence_bytes(self) -> int:
+        """Memory of the curvature at most: rows and their kernels, or dense matrices; kfac and diag need little."""
+        if self.structure in ("kfac", "diag"):
+            return 0
+        if self.structure == "blockdiag":
+            return sum(self._block_bytes(size, -(-self.groups // len(self.modules))) for size in self.modules)
+        return self._block_bytes(self.n_parameters, self.groups)
+
+    def _block_bytes(self, parameters: int, groups: int) -> int:
+        """Exact curvature of some parameters, in the smaller of row space and weight space; determinants in float64."""
+        if self.structure != "ntk" and self.rows > parameters:
+            return (self.element + 4 * 8) * parameters**2
+        copies = 1 if groups else 4  # rows are scaled by the precision of each weight
+        kernels = self.element * max(1, groups) + 3 * 8
+        return copies * self.element * self.rows * parameters + kernels * self.rows**2
 
 
 def check_settings(config: Config) -> None:
     """Refuse what is wrong whatever the data."""
-    hyper, training = config.hyperparameters, config.training
+    hyper, training, run = config.hyperparameters, config.training, config.run
     positive = {
         "epochs": training.epochs, "batch_size": training.batch_size, "frequency": training.frequency,
         "lr": training.lr, "prior_precision": hyper.prior_precision, "aug_samples": hyper.aug_samples,
@@ -48,57 +66,71 @@ def check_settings(config: Config) -> None:
     not_negative = {
         "subset": config.estimator.subset, "outputs": config.estimator.outputs, "n_data": config.problem.n_data,
         "burnin": training.burnin, "prior_steps": training.prior_steps, "aug_steps": training.aug_steps,
+        "lr_min": training.lr_min, "lr_hyp": training.lr_hyp, "lr_hyp_min": training.lr_hyp_min,
+        "lr_aug": training.lr_aug, "lr_aug_min": training.lr_aug_min, "seed": run.seed, "threads": run.threads,
+        "eval_every": run.eval_every, "memory_budget": run.memory_budget, "width": config.problem.width,
     }  # fmt: skip
     for name, value in not_negative.items():
-        if value < 0:
-            raise NtkMarglikError(
-                f"--{name.replace('_', '-')} must not be negative, but is {value}; 0 means all or none."
-            )
+        if not value >= 0:
+            raise NtkMarglikError(f"--{name.replace('_', '-')} must not be negative, but is {value}.")
     if hyper.flip and hyper.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
-    if config.run.device == "cuda" and not torch.cuda.is_available():
+    if run.device == "cuda" and not torch.cuda.is_available():
         raise NtkMarglikError("--device cuda, but torch sees no GPU here; use --device cpu or auto.")
-
-
-def check_sizes(config: Config, data: Dataset, model: nn.Module) -> Sizes:
-    """Refuse blocks that do not fit the data or the memory, naming the nearest choice that does."""
-    estimator, classes = config.estimator, data.n_classes
-    if estimator.outputs > classes:
+    if config.estimator.method != "map" and not hyper_epochs(training):
         raise NtkMarglikError(
-            f"--outputs {estimator.outputs}, but {data.name} has {classes} classes; use --outputs {classes}."
+            f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every {training.frequency} "
+            f"epochs from epoch {training.burnin} on (--frequency, --burnin). Use --burnin 1 --frequency 1, or "
+            "--method map to learn none."
+        )
+
+
+def check_sizes(config: Config, problem: Problem) -> Sizes:
+    """Refuse blocks that do not fit the data or the memory, naming the nearest choice that does."""
+    estimator, data = config.estimator, problem.data
+    if estimator.outputs > data.n_classes:
+        raise NtkMarglikError(
+            f"--outputs {estimator.outputs}, but {data.name} has {data.n_classes} classes; use "
+            f"--outputs {data.n_classes}."
         )
     if estimator.subset > data.n_data:
         raise NtkMarglikError(
             f"--subset {estimator.subset}, but there are {data.n_data} training data; use --subset {data.n_data} (all)."
         )
+    modules = [sum(p.numel() for p in module.parameters(recurse=False)) for module in problem.model.modules()]
     sizes = Sizes(
-        data.n_data, data.n_classes, sum(p.numel() for p in model.parameters()),
-        estimator.subset or data.n_data, estimator.outputs or data.n_classes,
-    )  # fmt: skip
-    if estimator.method in ("ntk", "map"):
-        _check_kernel_memory(config, sizes)
+        structure="ntk" if estimator.method == "map" else estimator.method,
+        modules=tuple(size for size in modules if size),
+        groups=problem.prior.log_precision.numel() if config.hyperparameters.prior != "diagonal" else 0,
+        subset=estimator.subset or data.n_data,
+        outputs=estimator.outputs or data.n_classes,
+        element=8 if config.run.precision == "float64" else 4,
+    )
+    _check_memory(config, sizes)
     return sizes
 
 
 def memory_budget(config: Config) -> float:
     """Bytes that the evidence may use."""
-    if config.run.memory_budget:
-        return config.run.memory_budget * 1e9
-    return psutil.virtual_memory().available / 2
+    return config.run.memory_budget * 1e9 or free_memory(device_of(config)) / 2
 
 
-def _check_kernel_memory(config: Config, sizes: Sizes) -> None:
-    budget, element = memory_budget(config), 8 if config.run.precision == "float64" else 4
-    needed = sizes.kernel_bytes(sizes.rows, element)
-    if needed <= budget:
+def _check_memory(config: Config, sizes: Sizes) -> None:
+    budget = memory_budget(config)
+    if sizes.evidence_bytes() <= budget:
         return
+    choices = ["--method kfac, which needs little memory"]
+    if sizes.outputs > 1 and replace(sizes, outputs=1).evidence_bytes() <= budget:
+        choices.insert(0, "--outputs 1")
     fitting = sizes.subset
-    while fitting > 1 and sizes.kernel_bytes(fitting * sizes.outputs, element) > budget:
+    while fitting and replace(sizes, subset=fitting).evidence_bytes() > budget:
         fitting -= max(1, fitting // 50)
+    if fitting:
+        choices.insert(0, f"--subset {fitting}")
     raise NtkMarglikError(
-        f"A kernel of {sizes.subset} data points and {sizes.outputs} outputs needs about {needed / 1e9:.1f} GB for "
-        f"{sizes.n_parameters:,} weights, and {budget / 1e9:.1f} GB may be used (--memory-budget). "
-        f"Use --subset {fitting}, --outputs 1, or --method kfac, which keeps no rows."
+        f"The {sizes.structure} curvature of {sizes.subset} data points and {sizes.outputs} outputs needs about "
+        f"{sizes.evidence_bytes() / 1e9:.2g} GB for {sizes.n_parameters:,} weights, and {budget / 1e9:.2g} GB may be "
+        f"used (--memory-budget). Use {' or '.join(choices)}."
     )
 
 
@@ -108,38 +140,58 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     index = torch.arange(min(training.batch_size, data.n_data))
     weight_seconds = _seconds(lambda: method.loss(data.x_train[index], data.y_train[index]).backward())
     problem.model.zero_grad()
-    rounds = hyper_epochs(training) if method.learns else []
-    hyper_seconds = 0.0
-    if rounds:
-        block = problem.partition()[0]
-        x, y = data.x_train[block.index], data.y_train[block.index]
-        ml = problem.marginal_likelihood(config.estimator.method)
-        parameters = ml.hyperparameters()
-        hyper_seconds = _seconds(lambda: torch.autograd.grad(ml(x, y, block=block).total, parameters))
     steps_per_epoch = -(-data.n_data // training.batch_size)
-    aug_steps = training.aug_steps if problem.augment is not None else 0
-    hyper_steps = len(rounds) * max(training.prior_steps, aug_steps)
-    total = training.epochs * steps_per_epoch * weight_seconds + hyper_steps * hyper_seconds
-    element = 8 if config.run.precision == "float64" else 4
-    tensors = len(list(problem.model.parameters()))
-    baseline = " and the weights' time again for the baseline" if config.run.baseline and rounds else ""
-    kernel = sizes.kernel_bytes(sizes.rows, element) / 1e6
+    total = training.epochs * steps_per_epoch * weight_seconds
+    weights = f"{training.epochs} epochs x {steps_per_epoch} steps x {1000 * weight_seconds:.1f} ms"
+    evidence = "none"
+    if method.learns:
+        rounds, steps = len(hyper_epochs(training)), _steps_per_round(config, problem)
+        hyper_seconds = _evidence_seconds(problem, method)
+        evidence = f"{rounds} rounds x {steps} estimates x {1000 * hyper_seconds:.1f} ms"
+        total += rounds * steps * hyper_seconds
+    if method.learns and config.run.baseline:
+        copies = 1 if problem.augment is None else config.hyperparameters.aug_samples
+        total += training.epochs * steps_per_epoch * weight_seconds / copies
+    partition = problem.partition()
     lines = [
         f"data        {data.name}: {data.n_data} training, {len(data.y_test)} test, inputs {data.input_shape}, "
         f"{data.n_classes} classes",
-        f"model       {config.problem.model}: {sizes.n_parameters:,} parameters in {tensors} tensors",
+        f"model       {config.problem.model}: {sizes.n_parameters:,} parameters in "
+        f"{len(list(problem.model.parameters()))} tensors",
         f"block       {sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
-        f"{len(problem.partition())} blocks in a partition",
-        f"memory      about {kernel:.0f} MB for a kernel of these rows; {memory_budget(config) / 1e9:.1f} GB allowed",
-        f"weights     {training.epochs} epochs x {steps_per_epoch} steps x {1000 * weight_seconds:.1f} ms",
-        f"evidence    {len(rounds)} rounds, {hyper_steps} steps x {1000 * hyper_seconds:.1f} ms",
-        f"time        about {total:.0f} s{baseline}",
+        f"{len(partition)} blocks in a partition",
+        f"memory      about {sizes.evidence_bytes() / 1e6:.0f} MB for the curvature of a block; "
+        f"{memory_budget(config) / 1e9:.1f} GB allowed",
+        f"threads     {torch.get_num_threads()}",
+        f"weights     {weights}",
+        f"evidence    {evidence}",
+        f"time        about {total:.0f} s in all" + (", baseline included" if config.run.baseline else ""),
     ]
     return "\n".join(lines)
 
 
-def _seconds(function: object) -> float:
-    assert callable(function)
+def _steps_per_round(config: Config, problem: Problem) -> int:
+    """Curvatures computed in a round: one a step; on all data, the prior takes its steps on one."""
+    training = config.training
+    aug_steps = training.aug_steps if problem.augment is not None else 0
+    if config.estimator.subset in (0, problem.data.n_data):
+        return aug_steps + (training.prior_steps > aug_steps)
+    return max(training.prior_steps, aug_steps)
+
+
+def _evidence_seconds(problem: Problem, method: Method) -> float:
+    """Time of one estimate and its gradient, extrapolated from a few data points of a block."""
+    data = problem.data
+    ml = problem.marginal_likelihood(method.structure)
+    block = problem.partition()[0]
+    index = block.index[:PROBE]
+    x, y, columns = data.x_train[index], data.y_train[index], block.columns[: len(index)]
+    seconds = _seconds(lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()))
+    return seconds * len(block.index) / len(index)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    """Time of a second call."""
     function()
     start = time.perf_counter()
     function()

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import platform
-import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import yaml
+from asdl_marglik import CurvatureError
 from laplace_marglik import GaussianPrior
 from tqdm import tqdm
 
-from . import preflight, report
+from . import checkpoint, machine, preflight, report
 from .augment import AffineAugmentation
 from .config import Config, parse
 from .data import Dataset, load
 from .errors import NtkMarglikError
 from .methods import METHODS, Method, Problem
+from .methods.map import Map
+from .mirrors import Metrics
 from .models import build
-from .track import Metrics, RunFolder, commit
+from .summary import summarise
+from .track import RunFolder, folder_of, name_of, read_metrics, read_summary
 from .train import Trainer
+
+EVIDENCE_SEED = 2**31  # added to the seed (of which torch uses 32 bits): blocks are drawn independently of batches
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         run(parse(arguments))
-    except NtkMarglikError as error:
+    except (NtkMarglikError, CurvatureError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; what was computed is in the run folder, --resume continues it", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -41,70 +44,87 @@ def main(arguments: list[str] | None = None) -> int:
 def run(config: Config) -> report.Runs:
     """Train the configured method (and the MAP baseline), and show the comparison."""
     preflight.check_settings(config)
-    data = _data(config)
+    settings = config.problem
+    data = load(
+        settings.dataset, settings.data_root, n_data=settings.n_data, seed=config.run.seed,
+        device=machine.device_of(config), dtype=machine.dtype_of(config),
+    )  # fmt: skip
     problem = prepare(config, data)
-    method = METHODS[config.estimator.method](problem)
-    sizes = preflight.check_sizes(config, data, problem.model)
-    if config.run.dry_run:
-        print(yaml.safe_dump(config.flat(), sort_keys=False))
-        print(preflight.report(config, sizes, problem, method))
-        return {}
-    path = folder_of(config)
-    label = name_of(config)
-    runs: report.Runs = {label: train(problem, method, path, label)}
-    if config.run.baseline and method.learns:
-        fixed = prepare(config.updated(method="map"), data)
-        runs["MAP (fixed prior)"] = train(fixed, METHODS["map"](fixed), path / "baseline", "MAP baseline")
-    report.figure(runs, path / "figure.png", augment=problem.augment, example=data.x_train[0])
-    report.show(runs)
-    print(f"run folder: {path}   figure: {path / 'figure.png'}")
+    sizes = preflight.check_sizes(config, problem)
+    with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
+        method = METHODS[config.estimator.method](problem)
+        if config.run.dry_run:
+            print(yaml.safe_dump(config.flat(), sort_keys=False))
+            print(preflight.report(config, sizes, problem, method))
+            return {}
+        path = folder_of(config)
+        try:
+            runs = _runs(problem, method, path)
+        except KeyboardInterrupt:
+            print(f"the same command with --resume --out {path} continues this run", file=sys.stderr)
+            raise
+        report.show(runs)
+        report.save(runs, path / "figure.png", augment=problem.augment, example=data.x_train[0])
+    print(f"run folder: {path}")
     return runs
+
+
+def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
+    """The configured run and, if it learns hyperparameters, the same without."""
+    label = name_of(problem.config)
+    runs = {label: train(problem, method, path, label)}
+    if problem.config.run.baseline and method.learns:
+        fixed = prepare(baseline_of(problem.config), problem.data)
+        runs["MAP baseline"] = train(fixed, Map(fixed, method.structure), path / "baseline", "MAP baseline")
+    return runs
+
+
+def baseline_of(config: Config) -> Config:
+    """The same settings with a fixed prior, and without the augmentation that is learned."""
+    fixed = config.updated(method="map")
+    return fixed.updated(aug_init=0.0) if config.hyperparameters.flip else fixed.updated(augment="none")
 
 
 def prepare(config: Config, data: Dataset) -> Problem:
     """Network, prior and augmentation of a configuration, all drawn from its seed."""
-    device, dtype = _device(config), _dtype(config)
+    device, dtype = machine.device_of(config), machine.dtype_of(config)
     settings, hyper = config.problem, config.hyperparameters
     model = build(
-        settings.model,
-        data.input_shape,
-        data.n_classes,
-        depth=settings.depth,
-        width=settings.width,
-        seed=config.run.seed,
-    ).to(device, dtype)
+        settings.model, data.input_shape, data.n_classes,
+        depth=settings.depth, width=settings.width, seed=config.run.seed,
+    ).to(device, dtype)  # fmt: skip
     prior = GaussianPrior(model, hyper.prior, hyper.prior_precision)
     augment = None
     if hyper.augment == "affine":
         augment = AffineAugmentation(hyper.aug_samples, flip=hyper.flip, init=hyper.aug_init).to(device, dtype)
-    generator = torch.Generator().manual_seed(config.run.seed)
+    generator = torch.Generator().manual_seed(EVIDENCE_SEED + config.run.seed)
     return Problem(config, data, model, prior, augment, generator)
 
 
 def train(problem: Problem, method: Method, path: Path, label: str) -> tuple[list[Metrics], Metrics]:
-    """One run from start (or checkpoint) to summary."""
-    config = problem.config
-    resume = config.run.resume and (path / "checkpoint.pt").exists()
-    folder = RunFolder(path, config, resume=resume)
-    trainer = Trainer(problem, method, folder)
-    start = time.perf_counter()
-    if resume:
-        trainer.resume()
+    """One run from its start (or its checkpoint) to its summary; a finished one is read from its folder."""
+    resume, summary = problem.config.run.resume, read_summary(path)
+    trainer = Trainer(problem, method)
+    if resume and (path / "checkpoint.pt").exists():
+        trainer.restore(checkpoint.load(path / "checkpoint.pt"))  # before anything is written
+        if trainer.finished and summary is not None:
+            return read_metrics(path), summary
+        print(f"{label}: continuing after epoch {trainer.epoch}", file=sys.stderr)
+    elif resume and summary is not None:
+        raise NtkMarglikError(f"{path} holds a finished run without its checkpoint; choose another folder with --out.")
+    elif resume:
+        print(f"{label}: there is no checkpoint in {path} yet, starting from the first epoch", file=sys.stderr)
+    folder = RunFolder(path, problem.config, resume=resume, epoch=trainer.epoch)
+    summary = {}
     try:
-        with tqdm(
-            total=config.training.epochs,
-            initial=trainer.epoch,
-            desc=label,
-            unit="epoch",
-            disable=not sys.stderr.isatty(),
-        ) as bar:
-            trainer.run(_progress(bar))
-    except KeyboardInterrupt:
-        print(f"\nstopped after epoch {trainer.epoch} of {config.training.epochs}", file=sys.stderr)
-        raise
-    summary = summarise(trainer, time.perf_counter() - start)
-    folder.finish(summary)
-    return folder.metrics(), summary
+        total, initial, quiet = trainer.training.epochs, trainer.epoch, not sys.stderr.isatty()
+        with tqdm(total=total, initial=initial, desc=label, unit="epoch", disable=quiet) as bar:
+            trainer.run(folder, _progress(bar))
+        summary = summarise(trainer)
+        folder.finish(summary)
+    finally:
+        folder.close(summary)
+    return folder.epochs, summary
 
 
 def _progress(bar: tqdm) -> Callable[[Metrics], None]:
@@ -114,93 +134,7 @@ def _progress(bar: tqdm) -> Callable[[Metrics], None]:
         shown["loss"] = f"{metrics['loss']:.4f}"
         if "log_marglik" in metrics:
             shown["evidence"] = f"{metrics['log_marglik']:.4f}"
-        bar.set_postfix(shown)
+        bar.set_postfix(shown, refresh=False)
         bar.update()
 
     return update
-
-
-def summarise(trainer: Trainer, seconds: float) -> Metrics:
-    """Final metrics; the keys are relied on by other tools."""
-    problem, config = trainer.problem, trainer.problem.config
-    test, training = trainer.evaluate("test"), trainer.evaluate("train")
-    start = time.perf_counter()
-    evidence = trainer.method.evidence()
-    seconds += time.perf_counter() - start
-    n = problem.data.n_data
-    eta = getattr(problem.augment, "eta", None)
-    return {
-        "method": config.estimator.method,
-        "subset": config.estimator.subset,
-        "outputs": config.estimator.outputs,
-        "seed": config.run.seed,
-        "n_data": n,
-        "n_parameters": sum(p.numel() for p in problem.model.parameters()),
-        "test_accuracy": test["accuracy"],
-        "test_log_likelihood": test["log_likelihood"],
-        "test_ece": test["ece"],
-        "train_log_likelihood": training["log_likelihood"],
-        "log_marglik": evidence.total.item() / n,
-        "log_marglik_status": evidence.status,
-        "log_marglik_error": None if evidence.standard_error is None else evidence.standard_error / n,
-        "seconds_total": max(seconds, sum(trainer.seconds.values())),
-        "seconds_weights": trainer.seconds["weights"],
-        "seconds_hyper": trainer.seconds["hyper"],
-        "peak_memory_bytes": _peak_memory(problem.data.x_train.device),
-        "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
-        "initial_prior_precision": config.hyperparameters.prior_precision,
-        "augmentation": None if eta is None else eta.detach().tolist(),
-        "dataset": config.problem.dataset,
-        "model": config.problem.model,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "commit": commit(),
-    }
-
-
-def name_of(config: Config) -> str:
-    """METHOD-S-K, as the paper writes it; N and C mean all."""
-    estimator = config.estimator
-    if estimator.method == "map":
-        return "map"
-    return f"{estimator.method}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
-
-
-def folder_of(config: Config) -> Path:
-    """The run folder: as given, or a name made of the settings, numbered if it is taken."""
-    if config.run.out is not None:
-        return config.run.out
-    name = f"{config.problem.dataset}-{config.problem.model}-{name_of(config)}-seed{config.run.seed}"
-    taken = [p for p in [Path("runs") / name, *sorted(Path("runs").glob(f"{name}.*"), key=_number)] if p.exists()]
-    if not taken:
-        return Path("runs") / name
-    return taken[-1] if config.run.resume else Path("runs") / f"{name}.{_number(taken[-1]) + 1}"
-
-
-def _number(path: Path) -> int:
-    suffix = path.suffix[1:]
-    return int(suffix) if suffix.isdigit() else 1
-
-
-def _data(config: Config) -> Dataset:
-    settings = config.problem
-    return load(
-        settings.dataset, settings.data_root, n_data=settings.n_data, seed=config.run.seed, device=_device(config),
-        dtype=_dtype(config),
-    )  # fmt: skip
-
-
-def _device(config: Config) -> torch.device:
-    if config.run.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.run.device)
-
-
-def _dtype(config: Config) -> torch.dtype:
-    return {"float32": torch.float32, "float64": torch.float64}[config.run.precision]
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

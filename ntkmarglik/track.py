@@ -1,174 +1,153 @@
-"""Run folders: the record of a run is plain files; wandb and tensorboard only mirror them."""
+"""Run folders: the record of a run is plain files."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
 from . import checkpoint
 from .config import Config
 from .errors import NtkMarglikError
+from .mirrors import Metrics, Mirrors
 
-Metrics = dict[str, Any]
-
-
-class Mirror(Protocol):
-    """Somewhere else to show metrics; may fail without consequence."""
-
-    def log(self, metrics: Metrics) -> None: ...
-
-    def close(self, summary: Metrics) -> None: ...
+RUNS = Path("runs")
 
 
 class RunFolder:
-    """`config.yaml`, `metrics.jsonl` (one line per epoch), `summary.json`, `checkpoint.pt` and the figure of one run.
+    """`config.yaml`, `metrics.jsonl` (one line per epoch), `summary.json` and `checkpoint.pt` of one run.
 
-    A full disk is reported once and does not stop the run: later results may still find room.
+    A full disk is reported and does not stop the run: what is kept in memory is written once there is room again.
+
+    resume: take over the folder of an interrupted run and its first `epoch` lines, those before its checkpoint.
     """
 
-    def __init__(self, path: Path, config: Config, *, resume: bool):
+    def __init__(self, path: Path, config: Config, *, resume: bool = False, epoch: int = 0):
         self.path = path
-        self._failed = False
-        if not resume and any((path / name).exists() for name in ("metrics.jsonl", "checkpoint.pt", "summary.json")):
+        if not resume and holds_run(path):
             raise NtkMarglikError(
                 f"{path} already holds a run; continue it with --resume, or choose another folder with --out."
             )
-        path.mkdir(parents=True, exist_ok=True)
-        if not resume or not (path / "config.yaml").exists():
-            self._keep("config.yaml", yaml.safe_dump(config.flat(), sort_keys=False).encode())
-        self.mirrors = _mirrors(path, config)
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / "checkpoint.pt"
-
-    def metrics(self) -> list[Metrics]:
-        """The recorded epochs; a last line cut off by a crash is ignored."""
-        try:
-            lines = (self.path / "metrics.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        found = []
-        for line in lines:
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return found
+        _made(path, new=False)
+        self._warned: set[str] = set()
+        self.epochs = [line for line in read_metrics(path) if line["epoch"] <= epoch] if resume else []
+        if not (path / "config.yaml").exists():
+            self._replace("config.yaml", yaml.safe_dump(config.flat(), sort_keys=False))
+        self._whole = self._replace_metrics()
+        self._mirrors = Mirrors(path, config)
 
     def log(self, metrics: Metrics) -> None:
         """Append one epoch."""
-
-        def write() -> None:
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
-                file.flush()
-
-        self._try(write)
-        self._mirror(lambda mirror: mirror.log(metrics))
-
-    def rewind(self, epochs: int) -> None:
-        """Forget the lines after the checkpoint one resumes from."""
-        kept = [m for m in self.metrics() if m["epoch"] <= epochs]
-        self._keep("metrics.jsonl", "".join(json.dumps(m) + "\n" for m in kept).encode())
+        self.epochs.append(metrics)
+        if self._whole:
+            self._whole = self._try("metrics.jsonl", lambda: _append(self.path / "metrics.jsonl", _line(metrics)))
+        else:  # an earlier line is missing or cut off
+            self._whole = self._replace_metrics()
+        self._mirrors.log(metrics)
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the checkpoint."""
-        self._try(lambda: checkpoint.save(self.checkpoint, state))
+        self._try("checkpoint.pt", lambda: checkpoint.save(self.path / "checkpoint.pt", state))
 
     def finish(self, summary: Metrics) -> None:
-        """Write the summary and close the mirrors."""
-        self._keep("summary.json", (json.dumps(summary, indent=2) + "\n").encode())
-        self._mirror(lambda mirror: mirror.close(summary))
+        """Write the summary."""
+        if not self._whole:
+            self._whole = self._replace_metrics()
+        self._replace("summary.json", json.dumps(summary, indent=2) + "\n")
 
-    def _keep(self, name: str, content: bytes) -> None:
-        def write() -> None:
-            with checkpoint.atomic(self.path / name) as file:
-                file.write(content)
+    def close(self, summary: Metrics) -> None:
+        """Close the mirrors; the summary is empty if the run did not come to its end."""
+        self._mirrors.close(summary)
 
-        self._try(write)
+    def _replace_metrics(self) -> bool:
+        return self._replace("metrics.jsonl", "".join(map(_line, self.epochs)))
 
-    def _try(self, write: Callable[[], None]) -> None:
+    def _replace(self, name: str, text: str) -> bool:
+        return self._try(name, lambda: checkpoint.replace(self.path / name, text.encode()))
+
+    def _try(self, name: str, write: Callable[[], None]) -> bool:
         try:
             write()
         except OSError as error:
-            if not self._failed:
-                print(f"warning: cannot write to {self.path} ({error.strerror}); the run goes on", file=sys.stderr)
-            self._failed = True
-
-    def _mirror(self, send: Callable[[Mirror], None]) -> None:
-        for mirror in list(self.mirrors):
-            try:
-                send(mirror)
-            except Exception as error:  # whatever a tracking service raises, the run goes on
-                warnings.warn(f"{type(mirror).__name__} failed and is switched off: {error}", stacklevel=2)
-                self.mirrors.remove(mirror)
+            if name not in self._warned:
+                reason = error.strerror or error
+                print(f"warning: {self.path / name} cannot be written ({reason}); the run goes on", file=sys.stderr)
+            self._warned.add(name)
+            return False
+        return True
 
 
-class Wandb:
-    """wandb, offline unless it is configured."""
-
-    def __init__(self, path: Path, config: Config):
-        import wandb
-
-        self._run = wandb.init(project="ntk-marglik", name=path.name, dir=str(path), config=config.flat())
-
-    def log(self, metrics: Metrics) -> None:
-        self._run.log(_numbers(metrics), step=metrics["epoch"])
-
-    def close(self, summary: Metrics) -> None:
-        self._run.summary.update(_numbers(summary))
-        self._run.finish()
+def holds_run(path: Path) -> bool:
+    """Whether a folder has results that a new run would overwrite."""
+    return any((path / name).exists() for name in ("metrics.jsonl", "checkpoint.pt", "summary.json", "baseline"))
 
 
-class Tensorboard:
-    """Event files in the run folder."""
-
-    def __init__(self, path: Path, config: Config):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(path / "tensorboard"))
-
-    def log(self, metrics: Metrics) -> None:
-        for name, value in _numbers(metrics).items():
-            self._writer.add_scalar(name, value, metrics["epoch"])
-
-    def close(self, summary: Metrics) -> None:
-        self._writer.close()
-
-
-def _mirrors(path: Path, config: Config) -> list[Mirror]:
-    wanted: list[type] = [Wandb] if config.run.wandb else []
-    wanted += [Tensorboard] if config.run.tensorboard else []
-    mirrors: list[Mirror] = []
-    for kind in wanted:
+def read_metrics(path: Path) -> list[Metrics]:
+    """The epochs recorded in a run folder; a line cut off by a crash ends them."""
+    try:
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
         try:
-            mirrors.append(kind(path, config))
-        except Exception as error:  # not installed, not logged in, no network
-            warnings.warn(f"{kind.__name__} is not available ({error}); the run folder has everything", stacklevel=2)
-    return mirrors
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return found
 
 
-def _numbers(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """Nested metrics as `name/key: number`."""
-    numbers: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            numbers |= _numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            numbers[prefix + name] = value
-    return numbers
+def read_summary(path: Path) -> Metrics | None:
+    """The summary of a finished run."""
+    try:
+        return json.loads((path / "summary.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
 
 
-def commit() -> str | None:
-    """The git commit of this code, if it is a checkout."""
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+def name_of(config: Config) -> str:
+    """METHOD-S-K, as the paper writes it; N and C mean all."""
+    estimator = config.estimator
+    if estimator.method == "map":
+        return "map"
+    return f"{estimator.method}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
+
+
+def folder_of(config: Config) -> Path:
+    """The run folder: as given; else named by the settings and numbered if that is taken, the last one to resume."""
+    if config.run.out is not None:
+        return Path(config.run.out)
+    name = f"{config.problem.dataset}-{config.problem.model}-{name_of(config)}-seed{config.run.seed}"
+    paths = (RUNS / (name if number == 1 else f"{name}.{number}") for number in itertools.count(1))
+    if config.run.resume:
+        return [RUNS / name, *itertools.takewhile(Path.exists, paths)][-1]
+    return next(path for path in paths if _made(path))
+
+
+def _made(path: Path, *, new: bool = True) -> bool:
+    """Make a folder; False if it is there and has to be new. Of two runs that ask at once, one gets it."""
+    try:
+        path.mkdir(parents=True, exist_ok=not new)
+    except FileExistsError:
+        if new:
+            return False
+        raise NtkMarglikError(f"{path} is a file; choose another run folder with --out.") from None
+    except OSError as error:
+        reason = error.strerror
+        raise NtkMarglikError(f"The run folder {path} cannot be made ({reason}); choose another with --out.") from error
+    return True
+
+
+def _line(metrics: Metrics) -> str:
+    return json.dumps(metrics) + "\n"
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+        file.flush()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,12 +19,13 @@ import torch
 from laplace_marglik import Evidence
 from torch import Tensor, nn
 
-from . import checkpoint
 from .config import Training
 from .errors import NtkMarglikError
 from .evaluate import evaluate
+from .machine import peak_memory
 from .methods import Method, Problem, Round
-from .track import Metrics, RunFolder
+from .mirrors import Metrics
+from .track import RunFolder
 
 EVALUATIONS = 50  # of the test set in a run, when their spacing is not given
 
@@ -42,8 +44,8 @@ def hyper_epochs(training: Training) -> list[int]:
 class Trainer:
     """One run of one method; call `run`."""
 
-    def __init__(self, problem: Problem, method: Method, folder: RunFolder):
-        self.problem, self.method, self.folder = problem, method, folder
+    def __init__(self, problem: Problem, method: Method):
+        self.problem, self.method = problem, method
         self.training = problem.config.training
         self.batches = torch.Generator().manual_seed(problem.config.run.seed)
         self.weights = _weight_optimizer(problem.model, self.training)
@@ -53,37 +55,49 @@ class Trainer:
         self.rounds = hyper_epochs(self.training) if method.learns else []
         self.epoch = 0
         self.steps = {"weights": 0, "prior": 0, "augment": 0}
-        self.seconds = {"weights": 0.0, "hyper": 0.0}
-        self._saved = -math.inf
+        self.seconds = {"total": 0.0, "weights": 0.0, "hyper": 0.0}
 
-    def run(self, after_epoch: Callable[[Metrics], None] | None = None) -> None:
+    @property
+    def finished(self) -> bool:
+        return self.epoch >= self.training.epochs
+
+    def run(self, folder: RunFolder, after_epoch: Callable[[Metrics], None] | None = None) -> None:
         """Train to the last epoch; an interrupt ends the run after the epoch it falls in, with a checkpoint."""
+        saved = -math.inf
         with _deferred_interrupts() as interrupted:
-            while self.epoch < self.training.epochs:
-                metrics = self._epoch()
-                self.folder.log(metrics)
+            while not self.finished:
+                with self.timed("total"):
+                    metrics = self._epoch()
+                folder.log(metrics)
                 if after_epoch is not None:
                     after_epoch(metrics)
-                last = self.epoch == self.training.epochs or interrupted()
-                if last or time.monotonic() - self._saved >= self.problem.config.run.checkpoint_seconds:
-                    self.folder.save(self.state())
-                    self._saved = time.monotonic()
+                due = time.monotonic() - saved >= self.problem.config.run.checkpoint_seconds
+                if due or self.finished or interrupted():
+                    folder.save(self.state())
+                    saved = time.monotonic()
                 if interrupted():
                     raise KeyboardInterrupt
         self.problem.model.eval()
 
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time of a block of code to that of a part of the run, which goes on counting after a resume."""
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
+
     def _epoch(self) -> Metrics:
         self.epoch += 1
-        start = time.perf_counter()
-        metrics: Metrics = {"epoch": self.epoch, **self._weight_steps()}
-        self.seconds["weights"] += time.perf_counter() - start
+        with self.timed("weights"):
+            metrics: Metrics = {"epoch": self.epoch, **self._weight_steps()}
         if self.epoch in self.rounds:
-            start = time.perf_counter()
-            metrics |= self._hyper_round()
-            self.seconds["hyper"] += time.perf_counter() - start
-        if self.epoch % self._eval_every == 0 or self.epoch == self.training.epochs:
-            metrics |= {f"test_{k}": v for k, v in self.evaluate("test").items()}
-        metrics["seconds_weights"], metrics["seconds_hyper"] = self.seconds["weights"], self.seconds["hyper"]
+            with self.timed("hyper"):
+                metrics |= self._hyper_round()
+        if self.epoch % self._eval_every == 0 or self.finished:
+            for split in ("train", "test"):
+                metrics |= {f"{split}_{name}": value for name, value in self.evaluate(split).items()}
+        metrics |= {f"seconds_{part}": self.seconds[part] for part in ("weights", "hyper")}
+        metrics["peak_memory_bytes"] = peak_memory(self.problem.data.x_train.device)
         return metrics
 
     @property
@@ -94,7 +108,9 @@ class Trainer:
         data, training = self.problem.data, self.training
         order = torch.randperm(data.n_data, generator=self.batches)
         per_epoch = -(-data.n_data // training.batch_size)
-        losses, norms = [], []
+        parameters = list(self.problem.model.parameters())
+        gradient = [torch.zeros_like(p) for p in parameters]  # mean over the epoch
+        losses = []
         self.problem.model.train()
         for index in order.split(training.batch_size):
             rate = cosine(self.steps["weights"], per_epoch * training.epochs, training.lr, training.lr_min)
@@ -102,19 +118,20 @@ class Trainer:
             self.weights.zero_grad()
             loss = self.method.loss(data.x_train[index], data.y_train[index])
             loss.backward()
-            gradients = [p.grad for p in self.problem.model.parameters() if p.grad is not None]
-            norms.append(torch.stack([g.norm() for g in gradients]).norm())
             self.weights.step()
+            for mean, parameter in zip(gradient, parameters, strict=True):
+                if parameter.grad is not None:
+                    mean.add_(parameter.grad, alpha=len(index) / data.n_data)
             losses.append(loss.detach() * len(index))
             self.steps["weights"] += 1
         self.weights.zero_grad()
-        mean = torch.stack(losses).sum().item() / data.n_data
-        if not math.isfinite(mean):
+        mean_loss = torch.stack(losses).sum().item() / data.n_data
+        if not math.isfinite(mean_loss):
             raise NtkMarglikError(
-                f"The training loss became {mean} in epoch {self.epoch}; the run folder holds everything up to epoch "
-                f"{self.epoch - 1}. A smaller --lr (now {training.lr:g}) usually helps."
+                f"The training loss became {mean_loss} in epoch {self.epoch}; the run folder holds the metrics up to "
+                f"epoch {self.epoch - 1}. A smaller --lr (now {training.lr:g}) usually helps."
             )
-        return {"loss": mean, "map_gradient_norm": torch.stack(norms).mean().item()}
+        return {"loss": mean_loss, "map_gradient_norm": torch.stack([g.norm() for g in gradient]).norm().item()}
 
     def _hyper_round(self) -> Metrics:
         training, moved = self.training, self.augment is not None
@@ -135,7 +152,13 @@ class Trainer:
         self.steps["augment"] += n_augment
         if not round_.evidences:
             return {}
-        return _described(Evidence.mean(round_.evidences), self.problem)
+        evidence = Evidence.mean(round_.evidences)
+        if not (evidence.total.isfinite() and self.problem.prior.log_precision.isfinite().all()):
+            raise NtkMarglikError(
+                f"The evidence or the prior became infinite or NaN in epoch {self.epoch}; the run folder holds the "
+                f"metrics up to epoch {self.epoch - 1}. A smaller --lr-hyp (now {training.lr_hyp:g}) usually helps."
+            )
+        return _described(evidence, self.problem)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Metrics on the "train" or "test" split."""
@@ -161,9 +184,8 @@ class Trainer:
             "batches": self.batches.get_state(), "evidence": problem.generator.get_state(),
         }  # fmt: skip
 
-    def resume(self) -> None:
-        """Take up the run where its checkpoint left it."""
-        state = checkpoint.load(self.folder.checkpoint)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up a run where its checkpoint left it."""
         _refuse_other_settings(state["settings"], self.problem.config.flat())
         problem = self.problem
         self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
@@ -171,26 +193,18 @@ class Trainer:
         problem.prior.load_state_dict(state["prior"])
         self.weights.load_state_dict(state["weight_optimizer"])
         self.prior.load_state_dict(state["prior_optimizer"])
-        if problem.augment is not None and self.augment is not None:
+        if problem.augment is not None:
             problem.augment.load_state_dict(state["augment"])
+        if self.augment is not None:
             self.augment.load_state_dict(state["augment_optimizer"])
         self.batches.set_state(state["batches"])
         problem.generator.set_state(state["evidence"])
-        self.folder.rewind(self.epoch)
 
 
 # settings that may differ between the start of a run and its continuation
 _FREE = {
-    "out",
-    "resume",
-    "device",
-    "data_root",
-    "checkpoint_seconds",
-    "wandb",
-    "tensorboard",
-    "dry_run",
-    "memory_budget",
-    "baseline",
+    *("out", "data_root", "device", "threads", "memory_budget", "checkpoint_seconds"),
+    *("baseline", "resume", "dry_run", "wandb", "tensorboard"),
 }
 
 
@@ -198,8 +212,8 @@ def _refuse_other_settings(stored: dict[str, Any], given: dict[str, Any]) -> Non
     for name, value in given.items():
         if name not in _FREE and stored.get(name, value) != value:
             raise NtkMarglikError(
-                f"The checkpoint was made with {name} = {stored[name]}, but {value} is given now; resume with the "
-                "settings of the run (its config.yaml), or start a new one."
+                f"The run to resume was started with {name} = {stored[name]}, but {value} is given now. Resume it with "
+                "--config and its config.yaml, or start a new one without --resume. Nothing was changed."
             )
 
 
@@ -244,6 +258,7 @@ def _deferred_interrupts() -> Iterator[Callable[[], bool]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
+        print("\nstopping after this epoch; interrupt again to stop at once", file=sys.stderr)
 
     try:
         previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -63,6 +63,7 @@ class Method(ABC):
     """A loss for the weights, rounds of hyperparameter steps, and a final score."""
 
     learns = True
+    structure = "ntk"  # of the curvature by which its evidence is measured
 
     def __init__(self, problem: Problem):
         self.problem = problem

@@ -20,8 +20,7 @@ class Laplace(Map):
     learns = True
 
     def __init__(self, problem: Problem):
-        self.structure = problem.config.estimator.method
-        super().__init__(problem)
+        super().__init__(problem, problem.config.estimator.method)
         self.partition = problem.partition()
 
     @property

@@ -12,14 +12,18 @@ SCORED_BLOCKS = 20  # blocks averaged for the final evidence of a stochastic est
 
 
 class Map(Method):
-    """Fixed hyperparameters; its evidence is measured by the kernel bound of the configured block size."""
+    """Fixed hyperparameters.
+
+    Its evidence is measured in blocks of the configured size with the curvature `structure`: that of the method it is
+    compared with.
+    """
 
     learns = False
-    structure = "ntk"
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, structure: str = "ntk"):
         super().__init__(problem)
-        self.ml = problem.marginal_likelihood(self.structure)
+        self.structure = structure
+        self.ml = problem.marginal_likelihood(structure)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.ml.map_loss(x, y)

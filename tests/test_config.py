@@ -1,0 +1,129 @@
+"""Settings: flags, yaml files, their errors, and that the choices offered are the ones there are."""
+
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+import yaml
+
+from ntkmarglik import config as settings
+from ntkmarglik.config import Config, parse
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.methods import METHODS
+from ntkmarglik.models import MODELS
+
+FLAGS = [
+    "method", "subset", "outputs", "columns", "partition", "root", "dataset", "model", "augment", "aug-samples",
+    "flip", "prior", "n-data", "epochs", "batch-size", "optimizer", "lr", "lr-min", "lr-hyp", "lr-hyp-min",
+    "lr-aug", "lr-aug-min", "burnin", "frequency", "prior-steps", "aug-steps", "seed", "device", "precision", "out",
+    "resume", "wandb", "tensorboard", "dry-run", "data-root", "depth", "width", "threads",
+]  # fmt: skip
+
+
+def written(tmp_path, text, name="settings.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def refusal(arguments, capsys):
+    """What a person reads when the command line is refused."""
+    with pytest.raises((SystemExit, NtkMarglikError)) as refused:
+        parse(arguments)
+    if isinstance(refused.value, SystemExit):
+        assert refused.value.code == 2
+        return " ".join(capsys.readouterr().err.replace("│", " ").split())
+    return str(refused.value)
+
+
+def test_methods_and_models_on_offer_are_the_registered_ones():
+    assert set(get_args(settings.Method)) == set(METHODS)
+    model = next(f for f in fields(settings.Problem) if f.name == "model")
+    assert set(get_args(eval(model.type, vars(settings)))) == set(MODELS)
+
+
+def test_the_main_command_is_made_of_defaults():
+    assert parse(["--method", "ntk", "--subset", "500", "--outputs", "1"]) == Config() == parse([])
+
+
+def test_help_groups_the_flags_and_explains_each(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert ended.value.code == 0 and "--config" in shown
+    for group in ("estimator", "problem", "hyperparameters", "training", "run"):
+        assert f"{group} options" in shown
+    assert all(f"--{flag}" in shown for flag in FLAGS)
+    groups = [settings.Estimator, settings.Problem, settings.Hyperparameters, settings.Training, settings.Run]
+    names = [f.name for group in groups for f in fields(group)]
+    assert len(names) == len(set(names)) == shown.count("(default:")
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--epoch", "3"], ["--epoch", "Perhaps you meant", "--epochs"]),
+        (["--method", "ntl"], ["'ntl'", "--method", "'ntk'"]),
+        (["--epochs", "many"], ["--epochs", "many"]),
+        (["--config"], ["--config", "yaml"]),
+        (["--config", "absent.yaml"], ["absent.yaml", "No such file"]),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_flag_is_refused_with_a_suggestion(arguments, parts, capsys):
+    message = refusal(arguments, capsys)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("epoch: 3", ["settings.yaml", "'epoch'", "'epochs'"]),
+        ("zzz: 3", ["'zzz'", "--help"]),
+        ("method: ntl", ["'ntl'", "'ntk'"]),
+        ("lr: fast", ["--lr", "fast"]),
+        ("epochs: yes", ["epochs", "like 100", "True"]),
+        ("flip: 3", ["flip", "true or false", "3"]),
+        ("epochs: [1, 2]", ["epochs", "single value"]),
+        ("training: {epochs: 3}", ["'training'"]),
+        ("- epochs", ["name: value", "list"]),
+        ("epochs: {", ["not valid yaml"]),
+    ],
+)
+def test_a_wrong_yaml_file_is_refused_with_a_suggestion(text, parts, tmp_path, capsys):
+    message = refusal(["--config", written(tmp_path, text)], capsys)
+    assert all(part in message for part in parts), message
+
+
+def test_yaml_numbers_may_be_in_scientific_notation(tmp_path):
+    path = written(tmp_path, "lr: 1e-3\nlr_min: 1E-9\nlr-hyp: 2.5e-1\nprior_precision: 1.0e+2\nlr_aug: .5\n")
+    config = parse(["--config", path])
+    assert (config.training.lr, config.training.lr_min, config.training.lr_hyp) == (1e-3, 1e-9, 0.25)
+    assert (config.hyperparameters.prior_precision, config.training.lr_aug) == (100.0, 0.5)
+
+
+def test_flags_override_files_and_later_files_earlier_ones(tmp_path):
+    first = written(tmp_path, "epochs: 3\nflip: true\nseed: 5\nbaseline: false\nout:", "a.yaml")
+    second = written(tmp_path, "epochs: 4\nmethod: kfac\n", "b.yaml")
+    config = parse(["--seed", "7", "--no-flip", "--config", first, f"--config={second}", "--epochs", "6"])
+    assert (config.training.epochs, config.run.seed, config.estimator.method) == (6, 7, "kfac")
+    assert (config.hyperparameters.flip, config.run.baseline, config.run.out) == (False, False, None)
+    assert parse(["--epochs", "3", "--epochs", "4"]).training.epochs == 4
+    assert parse(["--config", written(tmp_path, "", "empty.yaml")]) == Config()
+
+
+def test_settings_survive_yaml_and_the_command_line(tmp_path):
+    config = Config().updated(
+        method="kfac", subset=0, lr=1e-7, flip=True, augment="affine", baseline=False, prior_precision=1e12,
+        out=tmp_path / "a b", data_root=tmp_path,
+    )  # fmt: skip
+    path = written(tmp_path, yaml.safe_dump(config.flat()))
+    assert parse(["--config", path]) == config
+    assert parse(config.arguments()) == config
+    assert config.command().startswith("python classification_image.py --method kfac") and "a b'" in config.command()
+    assert parse(["--config", path, "--resume"]).run.resume
+
+
+def test_an_unknown_setting_cannot_be_updated():
+    with pytest.raises(NtkMarglikError, match="epoch"):
+        Config().updated(epoch=3)

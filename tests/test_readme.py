@@ -1,0 +1,55 @@
+"""Every command a document shows goes through the real parser, and the examples of the README run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ntkmarglik.config import Config, parse
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+SCRIPT = "python classification_image.py"
+
+
+def commands(text):
+    """The runner's commands in fenced blocks, continued lines joined, and nothing else of a chain of commands."""
+    found = []
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|;|\|", line.removeprefix("$ ")):
+                if part.strip().startswith(SCRIPT):
+                    found.append(part.strip())
+    return found
+
+
+COMMANDS = [(path.relative_to(ROOT), command) for path in DOCUMENTS for command in commands(path.read_text())]
+
+
+def test_commands_are_found():
+    text = f"```bash\npip install x && {SCRIPT} --method map \\\n  --epochs 3  # comment\n```\n{SCRIPT} --not-fenced\n"
+    assert [shlex.split(c, comments=True)[2:] for c in commands(text)] == [["--method", "map", "--epochs", "3"]]
+
+
+@pytest.mark.parametrize("document, command", COMMANDS, ids=str)
+def test_the_parser_takes_it(document, command, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # files of --config are named from there
+    arguments = shlex.split(command, comments=True)[2:]
+    if arguments == ["--help"]:
+        with pytest.raises(SystemExit, match="0"):
+            parse(arguments)
+    else:
+        assert isinstance(parse(arguments), Config)
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: f"{len(code.splitlines())} lines")
+def test_python_examples_run(code, monkeypatch, capsys):
+    """Loops over a number of epochs make their last one only."""
+    monkeypatch.chdir(ROOT)
+    short = re.sub(r"range\((\d+)\)", lambda found: f"range({int(found[1]) - 1}, {found[1]})", code)
+    exec(compile(short, "README.md", "exec"), {"__name__": "readme"})
