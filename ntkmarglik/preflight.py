@@ -14,6 +14,9 @@ from .machine import device_of, free_memory
 from .methods import Method, Problem
 from .train import hyper_epochs
 
+FEW = 32  # data points of a first timing
+PATIENCE = 2.0  # seconds that a timing may take
+
 PROBE = 64  # data points on which an estimate is timed
 
 
@@ -146,22 +149,22 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     evidence = "none"
     if method.learns:
         rounds, steps = len(hyper_epochs(training)), _steps_per_round(config, problem)
-        hyper_seconds = _evidence_seconds(problem, method)
+        hyper_seconds = _evidence_seconds(sizes, problem, method)
         evidence = f"{rounds} rounds x {steps} estimates x {1000 * hyper_seconds:.1f} ms"
         total += rounds * steps * hyper_seconds
     if method.learns and config.run.baseline:
         copies = 1 if problem.augment is None else config.hyperparameters.aug_samples
         total += training.epochs * steps_per_epoch * weight_seconds / copies
-    partition = problem.partition()
+    needed = sizes.evidence_bytes()
+    memory = f"at most about {needed / 1e6:.0f} MB" if needed else "little"
     lines = [
         f"data        {data.name}: {data.n_data} training, {len(data.y_test)} test, inputs {data.input_shape}, "
         f"{data.n_classes} classes",
         f"model       {config.problem.model}: {sizes.n_parameters:,} parameters in "
         f"{len(list(problem.model.parameters()))} tensors",
         f"block       {sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
-        f"{len(partition)} blocks in a partition",
-        f"memory      about {sizes.evidence_bytes() / 1e6:.0f} MB for the curvature of a block; "
-        f"{memory_budget(config) / 1e9:.1f} GB allowed",
+        f"{len(problem.partition())} blocks in a partition",
+        f"memory      {memory} for the curvature of a block; {memory_budget(config) / 1e9:.1f} GB allowed",
         f"threads     {torch.get_num_threads()}",
         f"weights     {weights}",
         f"evidence    {evidence}",
@@ -179,20 +182,29 @@ def _steps_per_round(config: Config, problem: Problem) -> int:
     return max(training.prior_steps, aug_steps)
 
 
-def _evidence_seconds(problem: Problem, method: Method) -> float:
-    """Time of one estimate and its gradient, extrapolated from a few data points of a block."""
-    data = problem.data
+def _evidence_seconds(sizes: Sizes, problem: Problem, method: Method) -> float:
+    """Time of one estimate and its gradient: of a whole block if that is quick, else extrapolated from a few data."""
+    data, block = problem.data, problem.partition()[0]
     ml = problem.marginal_likelihood(method.structure)
-    block = problem.partition()[0]
-    index = block.index[:PROBE]
-    x, y, columns = data.x_train[index], data.y_train[index], block.columns[: len(index)]
-    seconds = _seconds(lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()))
-    return seconds * len(block.index) / len(index)
+
+    def estimate(points: int) -> float:
+        index, columns = block.index[:points], block.columns[:points]
+        x, y = data.x_train[index], data.y_train[index]
+        return _seconds(lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()))
+
+    points = min(FEW, sizes.subset)
+    seconds = estimate(points)
+    if seconds * sizes.subset / points < PATIENCE:
+        return estimate(sizes.subset)
+    return seconds * sizes.subset / points
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """Time of a second call."""
-    function()
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+    """Time of a second call; of the first, which is a little slower, if it takes long."""
+    for _ in range(2):
+        start = time.perf_counter()
+        function()
+        seconds = time.perf_counter() - start
+        if seconds > PATIENCE:
+            break
+    return seconds

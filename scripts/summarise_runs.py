@@ -36,6 +36,8 @@ def row(folder: Path) -> dict[str, str | float]:
     )
     s, k = settings["subset"] or "N", settings["outputs"] or "C"
     estimator = "map" if settings["method"] == "map" else f"{settings['method']}-{s}-{k}"
+    if settings["root"] != "paper":
+        estimator += f" ({settings['root']})"
     return {**summary, "estimator": estimator, "augment": settings["augment"], "command": command}
 
 

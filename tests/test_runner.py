@@ -212,7 +212,7 @@ def test_the_subset_that_is_suggested_for_the_memory_is_accepted(out, capsys):
 def test_a_dry_run_tells_sizes_and_writes_nothing(flags, out, capsys):
     assert main([*TINY, "--dry-run", *flags.split()]) == 0
     printed = capsys.readouterr().out
-    for part in ("epochs: 3", "64 training", "610 parameters", "rows", "MB", "3 epochs x 2 steps", "time        about"):
+    for part in ("epochs: 3", "64 training", "610 parameters", "rows", "GB allowed", "3 epochs x 2 steps", "s in all"):
         assert part in printed, part
     assert list(out.parent.iterdir()) == []
 

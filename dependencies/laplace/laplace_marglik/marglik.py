@@ -8,7 +8,7 @@ log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ from .likelihood import Likelihood, likelihood_for
 from .likelihood.base import Root
 from .partition import Block
 from .prior import GaussianPrior
-from .rows import draw_columns, rows_for
+from .rows import checked_columns, draw_columns, rows_for
 
 T = TypeVar("T")
 CHUNK_BYTES = 2**26  # activations of one chunk, unless `chunk` is given
@@ -57,7 +57,7 @@ class _Block:
     shape: torch.Size
     n_data_blocks: float
     n_column_blocks: float
-    status: Status = field(default="approximation")
+    status: Status = "approximation"
 
     @property
     def n_blocks(self) -> float:
@@ -122,7 +122,7 @@ class MarginalLikelihood:
         """Loss for the weights, per datum: -log p / tau + penalty / (2 N); detached from every hyperparameter."""
         f = self.outputs_of(x)
         scale = torch.exp(-self.likelihood.log_temperature.detach())
-        with _frozen(self.likelihood):
+        with self.likelihood.constant():
             data = -(self.likelihood.log_prob(f, y).mean() * scale.to(f.dtype))
         return data + self.prior.penalty(self.weights) / (2 * self.n_data)
 
@@ -245,7 +245,7 @@ class MarginalLikelihood:
             columns = block.columns
         if columns is None:
             columns = draw_columns(n, c, self._k(plan), self.columns == "iid", self.generator)
-        columns = _checked(columns, n, c).to(y.device)
+        columns = checked_columns(columns, n, c).to(y.device)
         k = columns.shape[1]
         counts = (block.n_data_blocks, block.n_column_blocks) if block is not None else (self.n_data / n, c / k)
         passes = self._passes(plan, n, k, self._copies(x), lambda: [(x, y, columns)])
@@ -333,34 +333,3 @@ class MarginalLikelihood:
     def _placed(self, x: Any) -> Any:
         device = next(iter(self.model.parameters())).device
         return map_inputs(lambda t: t.to(device), x)
-
-
-class _frozen:
-    """A module's parameters as constants inside the context."""
-
-    def __init__(self, module: nn.Module):
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-
-    def __enter__(self) -> None:
-        for p in self._parameters:
-            p.requires_grad_(False)
-
-    def __exit__(self, *_: object) -> None:
-        for p in self._parameters:
-            p.requires_grad_(True)
-
-
-def _checked(columns: Tensor, n: int, c: int) -> Tensor:
-    """Columns as [n, K], distinct and in range."""
-    columns = torch.as_tensor(columns)
-    if columns.dim() == 1:
-        columns = columns.expand(n, -1)
-    if columns.dim() != 2 or len(columns) != n or columns.is_floating_point() or not columns.shape[1]:
-        raise MarglikError(
-            f"columns must be integers [K] or [{n}, K], got {columns.dtype} of shape {tuple(columns.shape)}"
-        )
-    if int(columns.min()) < 0 or int(columns.max()) >= c:
-        raise MarglikError(f"columns must be in 0..{c - 1}, got {int(columns.min())}..{int(columns.max())}")
-    if (columns.sort(1).values.diff(dim=1) == 0).any():
-        raise MarglikError("columns of a datum must be distinct; a repeated row would be counted twice")
-    return columns

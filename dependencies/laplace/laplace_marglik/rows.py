@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .errors import MarglikError
 from .likelihood import Likelihood
 from .likelihood.base import Root
 
@@ -56,3 +57,19 @@ def draw_columns(n: int, n_outputs: int, k: int, iid: bool, generator: torch.Gen
         return torch.arange(n_outputs).expand(n, -1)
     draws = torch.rand(n if iid else 1, n_outputs, generator=generator).argsort(1)[:, :k]
     return draws if iid else draws.expand(n, -1)
+
+
+def checked_columns(columns: Tensor, n: int, c: int) -> Tensor:
+    """Columns as [n, K], distinct and in range."""
+    columns = torch.as_tensor(columns)
+    if columns.dim() == 1:
+        columns = columns.expand(n, -1)
+    if columns.dim() != 2 or len(columns) != n or columns.is_floating_point() or not columns.shape[1]:
+        raise MarglikError(
+            f"columns must be integers [K] or [{n}, K], got {columns.dtype} of shape {tuple(columns.shape)}"
+        )
+    if int(columns.min()) < 0 or int(columns.max()) >= c:
+        raise MarglikError(f"columns must be in 0..{c - 1}, got {int(columns.min())}..{int(columns.max())}")
+    if (columns.sort(1).values.diff(dim=1) == 0).any():
+        raise MarglikError("columns of a datum must be distinct; a repeated row would be counted twice")
+    return columns

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -49,6 +50,17 @@ class Likelihood(nn.Module):
     def root_parameters(self) -> list[nn.Parameter]:
         """Learnable parameters that shape the Hessian itself."""
         return [p for name, p in self.named_parameters() if p.requires_grad and name not in self.scale_parameters]
+
+    @contextmanager
+    def constant(self) -> Iterator[None]:
+        """The likelihood's parameters as constants inside the context."""
+        learned = [p for p in self.parameters() if p.requires_grad]
+        self.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in learned:
+                p.requires_grad_(True)
 
     def hessian(self, f: Tensor, y: Tensor) -> Tensor:
         """-d^2 log p / df^2 [n, C, C] by differentiating `log_prob` twice; may still be indefinite."""
