@@ -17,8 +17,6 @@ from .train import hyper_epochs
 FEW = 32  # data points of a first timing
 PATIENCE = 2.0  # seconds that a timing may take
 
-PROBE = 64  # data points on which an estimate is timed
-
 
 @dataclass(frozen=True)
 class Sizes:
