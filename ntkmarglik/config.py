@@ -117,7 +117,7 @@ class Run:
     precision: Literal["float32", "float64"] = "float32"
     """Number format of the network."""
     threads: int = 0
-    """CPU threads; 0 = one for a small network (more only wait for each other), else torch's own number."""
+    """CPU threads; 0 = one for a small network, for others all cores but one (threads wait for the slowest)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Run folder; by default runs/ and a name made of the settings."""
     resume: bool = False

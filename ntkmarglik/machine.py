@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -30,17 +31,18 @@ def dtype_of(config: Config) -> torch.dtype:
 
 
 def threads_for(config: Config, data: Dataset, n_parameters: int) -> int:
-    """The number of CPU threads asked for; for 0, one where the work is too small to be shared out.
+    """The number of CPU threads asked for; for 0, one where the work is too small to be shared, else a core is left.
 
-    A small network gains a fifth from a second thread on an idle machine, and loses a factor of twenty or more when
-    another program keeps a core busy, because the threads wait for each other many times in every step.
+    Threads wait for each other many times in every step. A second one gains a fifth for a small network, half for a
+    larger one, as long as each has a core to itself; with another program on one of the cores a step takes up to
+    twenty times as long as with one thread.
     """
     if config.run.threads:
         return config.run.threads
     copies = config.hyperparameters.aug_samples if config.hyperparameters.augment != "none" else 1
     values = config.training.batch_size * copies * data.x_train[0].numel()
     small = n_parameters < SMALL_NETWORK and values < SMALL_STEP
-    return 1 if small else torch.get_num_threads()
+    return 1 if small else max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1))
 
 
 @contextlib.contextmanager

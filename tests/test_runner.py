@@ -221,11 +221,14 @@ def test_a_small_network_gets_one_thread(monkeypatch):
     config = parse(TINY)
     data = load("digits", "data", n_data=64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert machine.threads_for(config, data, 610) == 1
     assert machine.threads_for(config, data, 1_000_000) == 8
     augmented = config.updated(augment="affine", aug_samples=1000)
     assert machine.threads_for(augmented, data, 610) == 8
     assert machine.threads_for(config.updated(threads=3), data, 610) == 3
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert machine.threads_for(config, data, 1_000_000) == 7  # a core for the other programs
 
 
 def test_blocks_are_drawn_independently_of_batches():
