@@ -7,6 +7,7 @@ are the independent truth for gradients, also through layers where torch.func's 
 import pytest
 import reference
 import torch
+from asdl_marglik import CurvatureError
 from cases import CASES, Shift
 from laplace_marglik import (
     Bernoulli,
@@ -186,3 +187,12 @@ def test_prior_gradient_alone_needs_no_second_pass(structure, monkeypatch):
     ml, x, y = make(by_name["mininet"], structure, augment=shift())
     monkeypatch.setattr(Passes, "second", lambda *_: pytest.fail("a second pass ran"))
     torch.autograd.grad(ml(x, y).total, ml.prior.log_precision)
+
+
+def test_a_step_between_evidence_and_backward_is_refused():
+    ml, x, y = make(by_name["mininet"], "ntk", augment=shift())
+    evidence = ml(x, y, torch.tensor([1]))
+    with torch.no_grad():
+        next(iter(ml.weights.values())).add_(0.1)
+    with pytest.raises(CurvatureError, match="before any optimiser step"):
+        evidence.total.backward()

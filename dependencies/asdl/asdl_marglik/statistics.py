@@ -44,10 +44,11 @@ class Passes:
     differentiate_augmentation: bool = True
     reuse: bool = False  # keep the first pass: later evaluations only look at prior and likelihood
     targets: list[Tensor] = field(default_factory=list)
-    _fingerprints: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
+    _fingerprints: list[Tensor] = field(default_factory=list)
     _observations: list[list[Tensor]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
     _results: list[Tensor] = field(default_factory=list)
 
     @property
@@ -81,6 +82,7 @@ class Passes:
         outputs: list[Tensor] = []
         collected = [_Collected() for _ in self.parts]
         self.targets, self.columns, self._fingerprints, count = [], [], [], 0
+        self._versions = self._current_versions()
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
                 check_inputs(x, count)
@@ -133,6 +135,11 @@ class Passes:
         self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Gradients in the network leaves and in the augmentation's parameters."""
+        if self._current_versions() != self._versions:
+            raise CurvatureError(
+                "parameters were changed between the evidence and its backward pass, which would mix old and new "
+                "values; call backward before any optimiser step"
+            )
         totals = [torch.zeros_like(leaf) for leaf in self.network_leaves]
         augment_totals = [torch.zeros_like(leaf) for leaf in self.augment_leaves]
         count = 0
@@ -167,6 +174,11 @@ class Passes:
         if count != sum(len(y) for y in self.targets):
             raise CurvatureError(_OTHER_BATCHES)
         return totals, augment_totals
+
+    def _current_versions(self) -> list[int]:
+        """How often each parameter behind the outputs has been written to."""
+        modules = [self.plan.model] if self.augment is None else [self.plan.model, self.augment]
+        return [p._version for module in modules for p in module.parameters()]
 
     @contextmanager
     def _running(self) -> Iterator[None]:
