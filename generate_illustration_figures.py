@@ -42,6 +42,7 @@ def methods(target: Path) -> None:
             axes.set_yticks(range(len(labels)), labels if column == "test_log_likelihood" else [""] * len(labels))
             axes.set_ylim(len(labels) - 0.5, -0.5)
             axes.set_title(f"{problem[0]}-{problem[1]}, {problem[2]}: {title}", fontsize=8)
+            axes.locator_params(axis="x", nbins=5)
             axes.grid(axis="x", color="0.9")
     figure.savefig(target)
     plt.close(figure)
