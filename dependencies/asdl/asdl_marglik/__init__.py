@@ -1,7 +1,9 @@
 """Differentiable curvature of any torch module: kernels, dense and Kronecker-factored blocks, diagonals."""
 
-from .chunk import Chunk, RootRows, Selection
+from .budget import Arrangement, arrange, free_memory, largest_fitting
+from .chunk import Chunk
 from .errors import CurvatureError
+from .fast import ALL, FastPaths
 from .linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
 from .network import (
     check_finite,
@@ -17,15 +19,19 @@ from .network import (
 from .part import Groups, Part
 from .plan import Plan, PlanChanged, make_plan
 from .rules import Call, Rule, register
+from .selection import RootRows, Selection
 from .statistics import Batch, Passes, augmented, statistics
 from .structure import STRUCTURES, Problem, parts_of
 
 __all__ = [
+    "ALL",
     "STRUCTURES",
+    "Arrangement",
     "Batch",
     "Call",
     "Chunk",
     "CurvatureError",
+    "FastPaths",
     "Groups",
     "Part",
     "Passes",
@@ -35,13 +41,16 @@ __all__ = [
     "RootRows",
     "Rule",
     "Selection",
+    "arrange",
     "augmented",
     "check_finite",
     "check_weights",
     "eigen_root",
     "eigenvalues",
     "evaluating",
+    "free_memory",
     "hyperparameters_in",
+    "largest_fitting",
     "log_det_identity_plus",
     "make_plan",
     "map_inputs",

@@ -8,9 +8,8 @@ on the input almost everywhere, so its part of the graph need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +17,9 @@ from torch import Tensor
 from . import persample
 from .network import Inputs, map_inputs, tensors_of
 from .record import Recorder
+from .rules.base import Wanted, pull_by_autograd
+from .scratch import Scratch
+from .selection import Selection
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -26,43 +28,21 @@ if TYPE_CHECKING:
 # How the factors of a weight treat augmented copies and shared positions: keep all of them; average (sum) over copies;
 # average (sum) over copies and positions
 Form = Literal["all", "expand", "reduce"]
-
-
-class RootRows(Protocol):
-    """Which rows of U^T J are wanted: row r of datum i is  sum_k weights[i, k, r] * seeds[i, k] . J_i."""
-
-    seeds_follow_outputs: bool  # whether the seeds depend on the outputs (else they are constants)
-
-    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
-        """Cotangents of the outputs [n, K, C] for outputs f [n, C]."""
-
-    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
-        """Mixing of the seeded rows [n, K, R], or None for the identity."""
-
-
-@dataclass
-class Selection:
-    """The rows wanted of a chunk: a rule for rows, with the targets and columns it is applied to."""
-
-    rule: RootRows
-    y: Tensor
-    columns: Tensor  # [n, K]
-
-    def seeds(self, f: Tensor) -> Tensor:
-        return self.rule.seeds(f, self.y, self.columns)
-
-    def weights(self, f: Tensor) -> Tensor | None:
-        return self.rule.weights(f, self.y, self.columns)
-
-    def of(self, i: int) -> Selection:
-        return Selection(self.rule, self.y[i : i + 1], self.columns[i : i + 1])
+Request = tuple[str, Form | Literal["rows"]]  # what will be asked of a weight's output cotangents
 
 
 class Chunk:
-    """The recorded pass of data points x [n, A, ...]; outputs f [n, C] are averaged over the A copies."""
+    """The recorded pass of data points x [n, A, ...]; outputs f [n, C] are averaged over the A copies.
 
-    def __init__(self, plan: Plan, x: Inputs, selection: Selection, *, differentiate_cotangents: bool = False):
+    requests: all that will be asked of the output cotangents, if known: then only as much of them is kept.
+    """
+
+    def __init__(
+        self, plan: Plan, x: Inputs, selection: Selection, *, differentiate_cotangents: bool = False,
+        requests: Sequence[Request] | None = None, scratch: Scratch | None = None,
+    ):  # fmt: skip
         self.plan, self.x, self.selection = plan, x, selection
+        self.scratch = scratch or Scratch()
         self.n, self.copies = tensors_of(x)[0].shape[:2]
         with Recorder(plan.weights) as recorder:
             outputs = plan.model(map_inputs(lambda t: t.flatten(0, 1), x))
@@ -74,7 +54,9 @@ class Chunk:
         self.seeds = selection.seeds(f).to(f.dtype)
         self.mixing = selection.weights(self.f)  # stays in the graph of the outputs
         self._inputs = [self._input(index) for index in range(len(self._uses))]
-        self._computed: list[dict[int, Tensor]] | None = None
+        self._requests = requests
+        self._computed: dict[int, Tensor] | None = None
+        self._made: dict[tuple[int, str, str], Tensor] = {}  # in place of cotangents
         self.differentiable = differentiate_cotangents
         self._outputs: list[Tensor] = []  # what has received a cotangent, and the cotangents
         self._bars: list[Tensor] = []
@@ -91,12 +73,41 @@ class Chunk:
         return None if self.mixing is None else self.mixing.detach().to(self.f.dtype)
 
     @property
-    def _cotangents(self) -> list[dict[int, Tensor]]:
-        """Output cotangents of the uses, per seed; computed when first asked for."""
+    def _cotangents(self) -> dict[int, Tensor]:
+        """Output cotangents [n, K, Q, ...] of the uses; computed when first asked for, one seed after the other."""
         if self._computed is None:
+            made, whole = self._smaller()
+            by_seed: dict[int, list[Tensor]] = {}
+            pieces: dict[tuple[int, str, str], list[Tensor]] = {}
+            for k in range(self.k):
+                with torch.enable_grad():
+                    found = self._backward(self.seeds[:, k], self.differentiable)
+                for index, role, what in made:
+                    g = found[index].unsqueeze(1)
+                    piece = self._rows(index, role, g) if what == "rows" else self._positions(index, role, g, what)
+                    pieces.setdefault((index, role, what), []).append(piece)
+                for index in whole & found.keys():
+                    by_seed.setdefault(index, []).append(found.pop(index))
+                del found
             with torch.enable_grad():
-                self._computed = [self._backward(self.seeds[:, k], self.differentiable) for k in range(self.k)]
+                self._computed = {i: _stacked(by_seed.pop(i)) for i in list(by_seed)}
+            self._made = {key: torch.cat(by, 1) for key, by in pieces.items()}
         return self._computed
+
+    def _smaller(self) -> tuple[list[tuple[int, str, Form | Literal["rows"]]], set[int]]:
+        """What to make of the cotangents at once because it is smaller, and the uses whose cotangents stay."""
+        if self._requests is None or self.differentiable:
+            return [], set(range(len(self._uses)))
+        made: list[tuple[int, str, Form | Literal["rows"]]] = []
+        whole: set[int] = set()
+        for name, what in ((n, w) for n, w in self._requests if n not in self.plan.persample):
+            for index, role in self.plan.uses_of[name]:
+                size = self._uses[index][0].shape.numel() // (self.n * self.copies)
+                if what == "reduce" or (what == "rows" and self.plan.weights[name].numel() < size):
+                    made.append((index, role, what))
+                else:
+                    whole.add(index)
+        return made, whole
 
     def _input(self, index: int) -> Tensor | None:
         use, layout = self._uses[index]
@@ -122,31 +133,87 @@ class Chunk:
             found[i] = layout.standard(g, self.n * self.copies, self.n)
         return found
 
+    def drop_graph(self) -> None:
+        """Keep what rows and factors are made of; nothing can be pulled back afterwards."""
+        self._inputs = [_detached(a) for a in self._inputs]
+        self._computed = {i: g.detach() for i, g in self._cotangents.items()}
+        self._uses = [(use.without_graph(), layout) for use, layout in self._uses]
+        self.f, self.mixing = self.f.detach(), _detached(self.mixing)
+
     def rows(self, name: str, out: Tensor | None = None) -> Tensor:
         """Jacobian rows [n, K, *shape] of one weight, one per seed, without a graph; written to `out` if given."""
         if name in self.plan.persample:
             rows = self._persample_rows()[name]
             return rows if out is None else out.copy_(rows)
-        if out is None:
-            weight = self.plan.weights[name]
-            out = weight.new_empty(self.n, self.k, *weight.shape)
-        for k, cotangents in enumerate(self._cotangents):
-            for call, (index, role) in enumerate(self.plan.uses_of[name]):
-                use, _ = self._uses[index]
-                a, g = _detached(self._inputs[index]), cotangents[index].detach()
-                rows = use.rule.rows(use.call, role, a, g)
-                out[:, k] = rows if call == 0 else out[:, k] + rows
-        return out
+        total: Tensor | None = None
+        for index, role in self.plan.uses_of[name]:
+            made = self._made_of(index, role, "rows")
+            rows = self._rows(index, role, self._cotangents[index].detach()) if made is None else made
+            total = rows if total is None else total + rows
+        assert total is not None
+        return total if out is None else out.copy_(total)
+
+    def _made_of(self, index: int, role: str, what: str) -> Tensor | None:
+        """What was made of a use's cotangents in their place."""
+        _ = self._cotangents
+        return self._made.get((index, role, what))
+
+    def _rows(self, index: int, role: str, g: Tensor) -> Tensor:
+        use, _ = self._uses[index]
+        return use.rule.rows(use.call, role, _detached(self._inputs[index]), g)
 
     def pull_rows(self, name: str, bar: Tensor) -> None:
         """Take the cotangent [n, K, *shape] of `rows(name)` back to the operations' inputs and output cotangents."""
         if name in self.plan.persample:
-            self._persample_bars[name] = bar
+            self._persample_bars[name] = bar.clone()  # it may be scratch
             return
         for index, role in self.plan.uses_of[name]:
-            use, _ = self._uses[index]
-            for k in range(self.k):
-                self._pull(index, k, lambda a, g, use=use, role=role: use.rule.rows(use.call, role, a, g), bar[:, k])
+            wanted = self._wanted(index)
+            if any(wanted):
+                use, _ = self._uses[index]
+                a, g = _detached(self._inputs[index]), self._cotangents[index].detach()
+                a_bar, g_bar = use.rule.pull_rows(use.call, role, a, g, bar, wanted)
+                self._push_pair(index, (_apart(a_bar, bar), _apart(g_bar, bar)))
+
+    def _wanted(self, index: int, of_cotangents: bool = True) -> Wanted:
+        """Whether a use's input, and its output cotangents, depend on anything that is differentiated."""
+        a = self._inputs[index]
+        g = of_cotangents and self.differentiable and self._cotangents[index].requires_grad
+        return a is not None and a.requires_grad, g
+
+    def _push_pair(self, index: int, bars: tuple[Tensor | None, Tensor | None]) -> None:
+        (a_bar, g_bar), a = bars, self._inputs[index]
+        if a_bar is not None and a is not None:
+            self._push(a, a_bar)
+        if g_bar is not None:
+            self._push(self._cotangents[index], g_bar)
+
+    def input_moment(self, name: str) -> Tensor:
+        """Mean over copies, then sum of outer products of the patches [groups, D, D], over all uses of a weight."""
+        found = [
+            self._uses[index][0].rule.moment(self._uses[index][0].call, role, self._mean_input(index).detach())
+            for index, role in self.plan.uses_of[name]
+        ]
+        return sum(found[1:], found[0])
+
+    def pull_input_moment(self, name: str, bar: Tensor) -> None:
+        for index, role in self.plan.uses_of[name]:
+            if self._wanted(index, of_cotangents=False)[0]:
+                use, mean = self._uses[index][0], self._mean_input(index).detach()
+                a_bar = use.rule.pull_moment(use.call, role, mean, bar) / self.copies
+                a_bar = a_bar.unsqueeze(1).expand(-1, self.copies, *[-1] * (a_bar.dim() - 1)).flatten(1, 2)
+                self._push_pair(index, (a_bar, None))
+
+    def _mean_input(self, index: int) -> Tensor:
+        a = self._inputs[index]
+        assert a is not None
+        return a if self.copies == 1 else a.unflatten(1, (self.copies, -1)).mean(1)
+
+    def n_positions(self, name: str) -> int:
+        """Shared positions T of a weight's uses together, per input."""
+        weight, batch = self.plan.weights[name], self.n * self.copies
+        outputs = weight.shape[self._uses[self.plan.uses_of[name][0][0]][0].rule.output_axis]
+        return sum(self._uses[index][0].shape.numel() for index, _ in self.plan.uses_of[name]) // (batch * outputs)
 
     def input_factors(self, name: str, form: Form) -> list[Tensor | None]:
         """For every use of a weight, its patches [n, T, groups, D]; None for a bias."""
@@ -156,12 +223,15 @@ class Chunk:
             found.append(None if a is None else self._patches(index, role, a, form))
         return found
 
-    def output_factors(self, name: str, form: Form) -> list[list[Tensor]]:
-        """For every use of a weight, per seed, its positions [n, T, groups, O]."""
-        return [
-            [self._positions(index, role, cotangents[index].detach(), form) for cotangents in self._cotangents]
-            for index, role in self.plan.uses_of[name]
-        ]
+    def output_factors(self, name: str, form: Form) -> list[Tensor]:
+        """For every use of a weight, its positions [n, K, T, groups, O]."""
+        found = []
+        for index, role in self.plan.uses_of[name]:
+            made = self._made_of(index, role, form)
+            if made is None:
+                made = self._positions(index, role, self._cotangents[index].detach(), form)
+            found.append(made)
+        return found
 
     def _patches(self, index: int, role: str, a: Tensor, form: Form) -> Tensor | None:
         (use, _), rule = self._uses[index], self._uses[index][0].rule
@@ -178,29 +248,28 @@ class Chunk:
     def _positions(self, index: int, role: str, g: Tensor, form: Form) -> Tensor:
         use, _ = self._uses[index]
         if form != "all":
-            g = g.unflatten(1, (self.copies, -1)).sum(1)
-        positions = use.rule.positions(use.call, role, g).flatten(1, 2)
-        return positions.sum(1, keepdim=True) if form == "reduce" else positions
+            g = g.unflatten(2, (self.copies, -1)).sum(2)
+        positions = use.rule.positions(use.call, role, g.flatten(0, 1)).flatten(1, 2).unflatten(0, g.shape[:2])
+        return positions.sum(2, keepdim=True) if form == "reduce" else positions
 
-    def pull_factors(
-        self, name: str, form: Form, bars: Sequence[tuple[Tensor | None, Sequence[Tensor | None]]]
-    ) -> None:
-        """Take the cotangents of the factors back, use by use: (of patches, per seed of positions)."""
-        for (index, role), (patches_bar, positions_bars) in zip(self.plan.uses_of[name], bars, strict=True):
+    def pull_factors(self, name: str, form: Form, bars: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+        """Take the cotangents of the factors back, use by use: (of patches, of positions)."""
+        for (index, role), (patches_bar, positions_bar) in zip(self.plan.uses_of[name], bars, strict=True):
+            if patches_bar is not None and self._wanted(index, of_cotangents=False)[0]:
 
-            def patches(a: Tensor, _: Tensor | None, index: int = index, role: str = role) -> Tensor:
-                found = self._patches(index, role, a, form)
-                assert found is not None  # it had a cotangent
-                return found
+                def patches(a: Tensor, _: None, index: int = index, role: str = role) -> Tensor:
+                    found = self._patches(index, role, a, form)
+                    assert found is not None  # it had a cotangent
+                    return found
 
-            def positions(_: Tensor | None, g: Tensor, index: int = index, role: str = role) -> Tensor:
-                return self._positions(index, role, g, form)
+                self._push_pair(index, pull_by_autograd(patches, self._inputs[index], None, patches_bar, (True, False)))
+            if positions_bar is not None and self._wanted(index)[1]:
 
-            if patches_bar is not None:
-                self._pull(index, None, patches, patches_bar)
-            for k, bar in enumerate(positions_bars):
-                if bar is not None:
-                    self._pull(index, k, positions, bar)
+                def positions(_: None, g: Tensor, index: int = index, role: str = role) -> Tensor:
+                    return self._positions(index, role, g, form)
+
+                g = self._cotangents[index]
+                self._push_pair(index, pull_by_autograd(positions, None, g, positions_bar, (False, True)))
 
     def pull_mixing(self, bar: Tensor | None) -> None:
         """Take the cotangent of `weights()` back."""
@@ -231,26 +300,6 @@ class Chunk:
     def _seeds_of(self, f: Tensor, i: int) -> Tensor:
         return self.selection.of(i).seeds(f)[0].to(f.dtype)
 
-    def _pull(self, index: int, k: int | None, function: Callable, bar: Tensor) -> None:
-        """Cotangents of one use's input and of its k-th output cotangent, from the cotangent of `function(a, g)`."""
-        graph_a = self._inputs[index]
-        graph_g = None if k is None else self._cotangents[k][index]
-        wanted_a = graph_a is not None and graph_a.requires_grad
-        wanted_g = graph_g is not None and self.differentiable and graph_g.requires_grad
-        if not (wanted_a or wanted_g):
-            return
-        a, g = _detached(graph_a), _detached(graph_g)
-        with torch.enable_grad():
-            leaves = [t.requires_grad_() for t, wanted in ((a, wanted_a), (g, wanted_g)) if wanted and t is not None]
-            result = function(a, g)
-            if not result.requires_grad:
-                return
-            found = torch.autograd.grad(result, leaves, bar, allow_unused=True)
-        targets = [t for t, wanted in ((graph_a, wanted_a), (graph_g, wanted_g)) if wanted and t is not None]
-        for target, cotangent in zip(targets, found, strict=True):
-            if cotangent is not None:
-                self._push(target, cotangent)
-
     def _push(self, output: Tensor, bar: Tensor) -> None:
         for position, known in enumerate(self._outputs):
             if known is output:
@@ -265,6 +314,17 @@ class Chunk:
             x = map_inputs(lambda t: t.detach(), self.x)
             self._persample = persample.rows(self.plan.model, names, x, self.seeds.detach())
         return self._persample
+
+
+def _stacked(by_seed: list[Tensor]) -> Tensor:
+    """[n, K, ...]; a single seed needs no copy."""
+    return by_seed[0].unsqueeze(1) if len(by_seed) == 1 else torch.stack(by_seed, 1)
+
+
+def _apart(t: Tensor | None, scratch: Tensor) -> Tensor | None:
+    """A copy, if it is a view of memory that will be used again."""
+    shared = t is not None and t.untyped_storage().data_ptr() == scratch.untyped_storage().data_ptr()
+    return t.clone() if shared and t is not None else t
 
 
 def _detached(t: Tensor | None) -> Tensor | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .chunk import Chunk
+from .chunk import Chunk, Request
 from .linalg import log_det_identity_plus
-from .part import Groups, Part, inverse_precision, mix
+from .part import Groups, Memory, Part, inverse_precision, mix
+
+if TYPE_CHECKING:
+    from .structure import Problem
 
 
 class _SumOverRows(Part):
@@ -23,6 +27,19 @@ class _SumOverRows(Part):
     @abstractmethod
     def reduce(self, rows: Tensor) -> Tensor:
         """The chunk's term, from root rows [n, R, P]."""
+
+    def requests(self) -> list[Request]:
+        return [(name, "rows") for name in self.names]
+
+    def memory(self, problem: Problem) -> Memory:
+        """The sum, with what its determinant takes in float64; rows of a chunk, their cotangents, and a product."""
+        size = sum(self.sizes.values())
+        side = self._numbers(size)
+        return Memory(problem.element * side, 4 * 8 * side, 3 * problem.element * problem.rows_per_datum * size)
+
+    @abstractmethod
+    def _numbers(self, size: int) -> int:
+        """How many numbers the sum has for so many weights."""
 
     def _rows(self, chunk: Chunk) -> Tensor:
         rows = [chunk.rows(name).reshape(chunk.n, chunk.k, -1) for name in self.names]
@@ -49,6 +66,9 @@ class Dense(_SumOverRows):
 
     label = "dense"
 
+    def _numbers(self, size: int) -> int:
+        return size**2
+
     def reduce(self, rows: Tensor) -> Tensor:
         rows = rows.flatten(0, 1)
         return rows.mT @ rows
@@ -64,6 +84,9 @@ class Diagonal(_SumOverRows):
     """Diagonal curvature: h = sum of squared root rows; sum log(1 + h / precision)."""
 
     label = "diagonal"
+
+    def _numbers(self, size: int) -> int:
+        return size
 
     def reduce(self, rows: Tensor) -> Tensor:
         return rows.square().sum((0, 1))

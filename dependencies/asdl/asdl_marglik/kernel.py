@@ -9,23 +9,32 @@ they are sums of outer products: v_i = sum_t g_it a_it^T, <v_i, v_j> = sum_tt' <
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from .chunk import Chunk
+from .chunk import Chunk, Form, Request
 from .linalg import log_det_identity_plus, weighted_sum
-from .part import Groups, Part
+from .part import Groups, Memory, Part
+
+if TYPE_CHECKING:
+    from .structure import Problem
 
 
 class _Store(ABC):
     """How the rows of one weight are kept."""
 
     slots: int  # number of observations
+    asks: Form | Literal["rows"]  # of the output cotangents
 
     def __init__(self, name: str):
         self.name = name
+
+    @abstractmethod
+    def numbers_per_datum(self, problem: Problem) -> int:
+        """How many numbers are kept of each datum."""
 
     @abstractmethod
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
@@ -44,6 +53,10 @@ class _Rows(_Store):
     """Rows as they are, [n, K, P]."""
 
     slots = 1
+    asks = "rows"
+
+    def numbers_per_datum(self, problem: Problem) -> int:
+        return problem.rows_per_datum * problem.sizes[self.name]
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         if out is None:
@@ -56,9 +69,10 @@ class _Rows(_Store):
         return (v if inverse_precision is None else v * inverse_precision) @ v.mT
 
     def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
-        rows_bar = bar @ kept[0].flatten(0, 1)
+        v = kept[0].flatten(0, 1)
+        rows_bar = torch.mm(bar, v, out=chunk.scratch.take(v, len(bar), v.shape[1]))
         if inverse_precision is not None:
-            rows_bar = rows_bar * inverse_precision
+            rows_bar *= inverse_precision
         chunk.pull_rows(self.name, rows_bar.reshape(chunk.n, chunk.k, *chunk.plan.weights[self.name].shape))
 
 
@@ -66,11 +80,16 @@ class _Factors(_Store):
     """Inputs a [n, T, D] and output cotangents g [n, K, T, O] of a linear map with few shared positions T."""
 
     slots = 2
+    asks = "all"
+
+    def numbers_per_datum(self, problem: Problem) -> int:
+        o, d = problem.plan.factor_sides[self.name]
+        return problem.copies * problem.plan.positions[self.name] * (d + problem.rows_per_datum * o)
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         (patches,), (positions,) = chunk.input_factors(self.name, "all"), chunk.output_factors(self.name, "all")
         assert patches is not None
-        return [patches.squeeze(2), torch.stack([g.squeeze(2) for g in positions], 1)]
+        return [patches.squeeze(2), positions.squeeze(3)]
 
     def _products(self, kept: list[Tensor], own: slice) -> tuple[Tensor, Tensor]:
         """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with all."""
@@ -92,8 +111,7 @@ class _Factors(_Store):
         bar = bar.view(n, k, 1, len(a), k, 1)
         a_bar = (bar * outputs).sum((1, 4)).reshape(n * t, -1) @ a.flatten(0, 1)
         g_bar = (bar * inputs).reshape(n * k * t, -1) @ g.flatten(0, 2)
-        by_seed = g_bar.view(n, k, t, 1, -1).unbind(1)
-        chunk.pull_factors(self.name, "all", [(a_bar.view(n, t, 1, -1), list(by_seed))])
+        chunk.pull_factors(self.name, "all", [(a_bar.view(n, t, 1, -1), g_bar.view(n, k, t, 1, -1))])
 
 
 class Gram(Part):
@@ -110,14 +128,25 @@ class Gram(Part):
         self.shared = sorted({g for name in names if isinstance(g := groups[name], int)})
         self.elementwise = [name for name in names if isinstance(groups[name], slice)]
 
-    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
-        places: list = [None] * len(self.stores) if out is None else self._kept(out)
-        return [o for store, place in zip(self.stores, places, strict=True) for o in store.observe(chunk, place)]
+    def requests(self) -> list[Request]:
+        return [(store.name, store.asks) for store in self.stores]
 
-    def _kept(self, observations: list[Tensor]) -> list[list[Tensor]]:
-        """Observations by weight."""
+    def memory(self, problem: Problem) -> Memory:
+        """Rows of all data; a weight's row cotangents, or the kernels and their determinant in float64."""
+        kept = [problem.n_data * problem.element * store.numbers_per_datum(problem) for store in self.stores]
+        kernels = len(self.shared) + bool(self.elementwise)
+        head = (2 * problem.element * kernels + 4 * 8) * problem.n_rows**2
+        return Memory(sum(kept), max(*kept, head))
+
+    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> Iterator[Tensor]:
+        places: Iterable = [None] * len(self.stores) if out is None else self._kept(out)
+        for store, place in zip(self.stores, places, strict=True):
+            yield from store.observe(chunk, place)
+
+    def _kept(self, observations: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Observations by weight, one weight at a time."""
         remaining = iter(observations)
-        return [[next(remaining) for _ in range(store.slots)] for store in self.stores]
+        return ([next(remaining) for _ in range(store.slots)] for store in self.stores)
 
     def _inverse(self, name: str, log_precision: Tensor, like: Tensor) -> Tensor | None:
         group = self.groups[name]
@@ -128,7 +157,7 @@ class Gram(Part):
         group = self.groups[name]
         return self.shared.index(group) if isinstance(group, int) else -1
 
-    def summarise(self, observations: list[Tensor], log_precision: Tensor) -> list[Tensor]:
+    def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
         """One Gram matrix per shared prior group, then one for all weights with a precision per element."""
         grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
         for store, kept in zip(self.stores, self._kept(observations), strict=True):

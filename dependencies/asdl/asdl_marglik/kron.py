@@ -14,14 +14,17 @@ the Kronecker form; exact whenever the precision is constant, per row, per colum
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from .chunk import Chunk, Form
+from .chunk import Chunk, Form, Request
 from .linalg import eigenvalues, second_moment
-from .part import Group, Part, mix
+from .part import Group, Memory, Part, mix
+
+if TYPE_CHECKING:
+    from .structure import Problem
 
 Setting = Literal["expand", "reduce"]
 
@@ -49,6 +52,26 @@ class Kron(Part):
         # positions of several calls are pooled before they are reduced
         self.form: Form = setting if called_once else "expand"
 
+    def requests(self) -> list[Request]:
+        return [(self.names[0], self.form)]
+
+    def memory(self, problem: Problem) -> Memory:
+        """Both factors, or their rows; eigenvectors of the larger one in float64; factors of a chunk, twice."""
+        o, d = problem.plan.weights[self.names[0]].shape[0], problem.sizes[self.names[0]]
+        d = 1 if self.bias else d // max(1, o)
+        t = problem.plan.positions[self.names[0]]
+        shared = 1 if self.setting == "reduce" else t
+        inputs = problem.n_data * shared * d if self.kinds[0] == "rows" else d**2
+        outputs = problem.n_rows * shared * o if self.kinds[1] == "rows" else o**2
+        expanded = 1 if self.form == "reduce" else t
+        per_datum = 2 * expanded * (d + problem.rows_per_datum * o)
+        return Memory(problem.element * (inputs + outputs), 4 * 8 * max(d, o) ** 2, problem.element * per_datum)
+
+    @property
+    def _by_moment(self) -> bool:
+        """Whether the input factor is a sum that needs no patches side by side."""
+        return self.kinds[0] == "sum" and self.setting == "expand" and not self.bias
+
     def _inputs(self, patches: list[Tensor | None], like: Tensor) -> Tensor:
         """Observation of the input factor; uses of the weight are further shared positions."""
         given = [p for p in patches if p is not None]
@@ -58,16 +81,20 @@ class Kron(Part):
         rows = rows / (self.n_data * rows.shape[1]) ** 0.5
         return rows if self.kinds[0] == "rows" else second_moment(rows.flatten(0, 1))
 
-    def _outputs(self, positions: list[list[Tensor]], mixing: Tensor | None) -> Tensor:
+    def _outputs(self, positions: list[Tensor], mixing: Tensor | None) -> Tensor:
         """Observation of the output factor."""
-        rows = torch.cat([torch.stack(by_seed, 1) for by_seed in positions], 2)  # [n, K, T, groups, O]
+        rows = torch.cat(positions, 2)  # [n, K, T, groups, O]
         if self.setting == "reduce":
             rows = rows.sum(2, keepdim=True)
         return rows if self.kinds[1] == "rows" else second_moment(mix(rows, mixing).flatten(0, 2))
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
-        inputs = self._inputs(chunk.input_factors(self.names[0], self.form), chunk.f)
-        return [inputs, self._outputs(chunk.output_factors(self.names[0], self.form), chunk.weights())]
+        name = self.names[0]
+        if self._by_moment:
+            inputs = chunk.input_moment(name) / (self.n_data * chunk.n_positions(name))
+        else:
+            inputs = self._inputs(chunk.input_factors(name, self.form), chunk.f)
+        return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.weights())]
 
     def pull(
         self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
@@ -75,20 +102,22 @@ class Kron(Part):
         name, n_uses = self.names[0], len(chunk.plan.uses_of[self.names[0]])
         bars = [bar[rows] if kind == "rows" else bar for bar, kind in zip(bars, self.kinds, strict=True)]
         patches_bars: list[Tensor | None] = [None] * n_uses
-        positions_bars: list[list[Tensor | None]] = [[None] * chunk.k for _ in range(n_uses)]
+        positions_bars: list[Tensor | None] = [None] * n_uses
         with torch.enable_grad():
-            if not self.bias:
+            if self._by_moment:
+                chunk.pull_input_moment(name, bars[0] / (self.n_data * chunk.n_positions(name)))
+            elif not self.bias:
                 patches = [p.requires_grad_() for p in chunk.input_factors(name, self.form) if p is not None]
                 patches_bars = list(torch.autograd.grad(self._inputs([*patches], chunk.f), patches, bars[0]))
             mixing = chunk.weights()
             inside = self.kinds[1] == "sum" and mixing is not None  # the mixing is part of the observation
             if chunk.differentiable or inside:
-                positions = chunk.output_factors(name, self.form)
-                leaves = [g.requires_grad_() for by_seed in positions for g in by_seed]
-                leaves += [mixing.requires_grad_()] if inside and mixing is not None else []
-                found = iter(torch.autograd.grad(self._outputs(positions, mixing), leaves, bars[1]))
-                positions_bars = [[next(found) for _ in by_seed] for by_seed in positions]
-                chunk.pull_mixing(next(found, None))
+                leaves = [g.detach().requires_grad_() for g in chunk.output_factors(name, self.form)]
+                mixing = mixing.requires_grad_() if inside and mixing is not None else mixing
+                wanted = [*leaves, mixing] if inside and mixing is not None else leaves
+                found = list(torch.autograd.grad(self._outputs(leaves, mixing), wanted, bars[1]))
+                chunk.pull_mixing(found.pop() if inside else None)
+                positions_bars = [*found]
         chunk.pull_factors(name, self.form, list(zip(patches_bars, positions_bars, strict=True)))
 
     def log_det_ratio(

@@ -8,16 +8,32 @@ mixing alone. `pull` is the way back: the cotangents of the statistics, for one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from .chunk import Chunk
+from .chunk import Chunk, Request
+
+if TYPE_CHECKING:
+    from .structure import Problem
 
 Group = int | slice  # entry of the log precision vector that a weight shares, or its own entries (one per element)
 Groups = Mapping[str, Group]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: kept for all data together; working, for a moment, besides; per datum of a chunk while it is observed."""
+
+    kept: int = 0
+    working: int = 0
+    per_datum: int = 0
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(self.kept + other.kept, max(self.working, other.working), max(self.per_datum, other.per_datum))
 
 
 class Part(ABC):
@@ -28,15 +44,23 @@ class Part(ABC):
     label: str  # for people
 
     @abstractmethod
-    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
-        """Observations of one chunk, without a graph, one per entry of `kinds`.
+    def requests(self) -> list[Request]:
+        """What `observe` will ask of the chunk's output cotangents."""
+
+    @abstractmethod
+    def memory(self, problem: Problem) -> Memory:
+        """An estimate of the bytes this part takes in a problem."""
+
+    @abstractmethod
+    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> Iterable[Tensor]:
+        """Observations of one chunk, without a graph, one per entry of `kinds`, possibly made one by one.
 
         out: where "rows" will be kept; a part may write there at once and return it, to save a copy.
         """
 
-    def summarise(self, observations: list[Tensor], log_precision: Tensor) -> list[Tensor]:
+    def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
         """Small statistics of all observations."""
-        return observations
+        return list(observations)
 
     def precision_gradient(
         self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor

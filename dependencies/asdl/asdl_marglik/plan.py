@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .chunk import Chunk, Selection
+from .chunk import Chunk
 from .errors import CurvatureError
 from .layout import Layout, find_layout
 from .network import Inputs, check_inputs, check_weights, map_inputs, tensors_of
 from .persample import averaged_output, gradients
 from .record import Recorder
+from .selection import Selection
 
 # operations whose derivative is locally constant in their input, by the names of their autograd nodes
 _PIECEWISE_LINEAR = {
@@ -52,7 +53,8 @@ class Plan:
     persample: set[str] = field(default_factory=set)
     piecewise_linear: bool = False
     provisional: bool = False  # all cotangents were zero (a zero-initialised last layer): the checks say nothing yet
-    bytes_per_input: int = 0
+    bytes_per_input: int = 0  # activations that the graph of the outputs holds
+    bytes_of_uses: tuple[int, int] = (0, 0)  # inputs and outputs of all operations with weights, per input
 
     def check(self, recorder: Recorder) -> None:
         """Refuse a pass that used the weights in another way than the one planned for."""
@@ -92,6 +94,11 @@ def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> 
     _refuse_mixing(model, pair, outputs)
     plan = _candidate(model, weights, outputs.shape[1:], joint, alone)
     plan.bytes_per_input = max(1, sum(saved.values()) - fixed) // 2
+    inputs = [use.call.input for use in joint.uses if use.call.input is not None]
+    plan.bytes_of_uses = (
+        sum(t.numel() * t.element_size() for t in inputs) // 2,
+        sum(use.shape.numel() for use in joint.uses) * outputs.element_size() // 2,
+    )
     _verify_rows(plan, pair)
     floating = all(t.is_floating_point() for t in tensors_of(pair))
     if floating and not plan.persample and _nodes(outputs) <= _PIECEWISE_LINEAR:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Use:
     rule: Rule
     call: Call
     names: dict[str, str]  # role in the operation ("weight", "bias") -> parameter name
-    edge: GradientEdge  # the output, as it was before any in-place operation on it
+    edge: GradientEdge | None  # the output, as it was before any in-place operation on it
     shape: torch.Size
     version: int
     output: Tensor | None = None  # kept only while planning
@@ -44,6 +44,10 @@ class Use:
                 "it was used; use the out-of-place operation there"
             )
         return tensor
+
+    def without_graph(self) -> Use:
+        """The same use, free of the pass's tensors."""
+        return replace(self, call=replace(self.call, input=None), edge=None)
 
 
 class Recorder(TorchFunctionMode):

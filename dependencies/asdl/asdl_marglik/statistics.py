@@ -9,7 +9,7 @@ differentiated, no gradient reaches the node and pass 2 never runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .chunk import Chunk, RootRows, Selection
+from .budget import Arrangement
+from .chunk import Chunk
 from .errors import CurvatureError
+from .fast import ALL, FastPaths
 from .kernel import Gram
 from .network import Inputs, check_finite, check_inputs, evaluating, map_inputs, seeded, tensors_of
 from .part import Part
 from .plan import Plan
+from .residency import Collected, Deferred, Residency
+from .scratch import Scratch
+from .selection import RootRows, Selection
 
 Batch = tuple[Inputs, Tensor, Tensor]  # inputs, targets, columns [n, K]
 
@@ -37,11 +42,12 @@ class Passes:
     batches: Callable[[], Iterable[Batch]]  # the same batches, in the same order, every time
     augment: nn.Module | None
     n_data: int  # in all batches together
-    chunk_inputs: int
+    arrangement: Arrangement
     seed: int
-    network_leaves: list[Tensor]  # hyperparameters inside the network or the likelihood's root
+    network_leaves: Sequence[Tensor]  # hyperparameters inside the network or the likelihood's root
     hyper_in_network: bool
     differentiate_augmentation: bool = True
+    fast: FastPaths = ALL
     reuse: bool = False  # keep the first pass: later evaluations only look at prior and likelihood
     targets: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
@@ -50,6 +56,8 @@ class Passes:
     _counts: list[int] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
     _results: list[Tensor] = field(default_factory=list)
+    _kept: dict[int, Chunk] = field(default_factory=dict)
+    _scratch: Scratch = field(default_factory=Scratch)
 
     @property
     def augment_leaves(self) -> list[Tensor]:
@@ -67,21 +75,39 @@ class Passes:
             return map_inputs(lambda t: t.unsqueeze(1), x)
         return augmented(self.augment, x, self.seed + index)
 
-    def _slices(self, x: Inputs) -> Iterator[slice]:
+    def _slices(self, x: Inputs) -> list[slice]:
         n, copies = tensors_of(x)[0].shape[:2]
-        step = max(1, self.chunk_inputs // copies)
-        for start in range(0, n, step):
-            yield slice(start, min(start + step, n))
+        number = -(-n // max(1, self.arrangement.chunk_inputs // copies))
+        step = -(-n // number)  # chunks of equal size
+        return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
-    def first(self, log_precision: Tensor, keep: bool) -> list[Tensor]:
-        """Outputs [N, C], then the statistics of every part."""
+    def _chunk(self, copies: Inputs, own: slice, y: Tensor, columns: Tensor, *, with_graph: bool) -> Chunk:
+        """The pass over some data points; `with_graph` if cotangents will be taken back through it."""
+        x = map_inputs(lambda t: t.detach(), _take(copies, own))
+        if with_graph and self.augment_leaves:
+            x = map_inputs(lambda t: t.requires_grad_(t.is_floating_point()), x)
+        torch.manual_seed(self.seed)
+        with torch.enable_grad():
+            return Chunk(
+                self.plan, x, Selection(self.rule, y[own], columns[own]),
+                differentiate_cotangents=with_graph and self._needs_full_graph, scratch=self._scratch,
+                requests=None if with_graph else [request for part in self.parts for request in part.requests()],
+            )  # fmt: skip
+
+    def first(self, log_precision: Tensor, *, keep: bool, again: bool) -> list[Tensor]:
+        """Outputs [N, C], then the statistics of every part.
+
+        keep: the observations, for gradients that need them. again: a second pass will follow.
+        """
         if self._results:
             if self.summary_depends_on_precision:
                 return [self._results[0], *self._summarise(self._observations, log_precision)]
             return self._results
         outputs: list[Tensor] = []
-        collected = [_Collected() for _ in self.parts]
-        self.targets, self.columns, self._fingerprints, count = [], [], [], 0
+        keep |= self.reuse and self.summary_depends_on_precision
+        collected = Collected(self.parts, self.n_data)
+        held: Residency = Deferred(self.parts) if self.arrangement.defer and not keep else collected
+        self.targets, self.columns, self._fingerprints, self._kept, count = [], [], [], {}, 0
         self._versions = self._current_versions()
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
@@ -91,28 +117,30 @@ class Passes:
                 self.columns.append(columns)
                 with torch.no_grad():
                     copies = self.augmented(x, index)
-                for own in self._slices(copies):
-                    torch.manual_seed(self.seed)
-                    with torch.enable_grad():
-                        chunk = Chunk(self.plan, _take(copies, own), Selection(self.rule, y[own], columns[own]))
+                slices = self._slices(copies)
+                block = len(y) == self.n_data  # not a stream of batches
+                kept = self.arrangement.kept_chunks if again and block else 0
+                stay = {own.start for own in slices[max(0, len(slices) - kept) :]}
+                for own in slices:
+                    chunk = self._chunk(copies, own, y, columns, with_graph=own.start in stay)
                     check_finite(chunk.f, _take(copies, own), self.plan.model, count + own.start)
                     outputs.append(chunk.f.detach())
-                    for part, store in zip(self.parts, collected, strict=True):
-                        store.add(part, chunk, self.n_data)
+                    held.add(chunk)
+                    if own.start in stay:
+                        self._kept[own.start] = chunk
                 count += len(y)
-        if count != self.n_data:
-            raise CurvatureError(
-                f"the loader gave {count} data points in all, but n_data={self.n_data}; the two must agree"
-            )
-        observations = [store.all for store in collected]
-        results = [torch.cat(outputs), *self._summarise(observations, log_precision)]
-        if keep or (self.reuse and self.summary_depends_on_precision):
-            self._observations = observations
+            if count != self.n_data:
+                raise CurvatureError(
+                    f"the loader gave {count} data points in all, but n_data={self.n_data}; the two must agree"
+                )
+            results = [torch.cat(outputs), *self._summarise(held.observations(), log_precision)]
+        if keep:
+            self._observations = collected.held
         if self.reuse:
             self._results = results
         return results
 
-    def _summarise(self, observations: list[list[Tensor]], log_precision: Tensor) -> list[Tensor]:
+    def _summarise(self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor) -> list[Tensor]:
         statistics = [p.summarise(o, log_precision) for p, o in zip(self.parts, observations, strict=True)]
         self._counts = [len(s) for s in statistics]
         return [s for part in statistics for s in part]
@@ -148,15 +176,12 @@ class Passes:
                 self._check_repeated(index, x, y)
                 copies = self.augmented(x, index)
                 copies_bar = [torch.zeros_like(t) for t in tensors_of(copies) if t.requires_grad]
-                for own in self._slices(copies):
-                    leaf = map_inputs(lambda t: t.detach().requires_grad_(t.requires_grad), _take(copies, own))
-                    leaves = [t for t in tensors_of(leaf) if t.requires_grad]
+                for own in reversed(self._slices(copies)):  # chunks kept from the first pass come first, and go
+                    chunk = self._kept.pop(own.start, None) if index == 0 else None
+                    chunk = chunk or self._chunk(copies, own, y, columns, with_graph=True)
+                    moving = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)
+                    leaves = [leaf for leaf, copy in moving if copy.requires_grad]
                     span = slice(count + own.start, count + own.stop)
-                    torch.manual_seed(self.seed)
-                    chunk = Chunk(
-                        self.plan, leaf, Selection(self.rule, y[own], columns[own]),
-                        differentiate_cotangents=self._needs_full_graph,
-                    )  # fmt: skip
                     for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
                         part.pull(chunk, observations, part_bars, span, log_precision)
                     found = chunk.finish(None if f_bar is None else f_bar[span], [*self.network_leaves, *leaves])
@@ -164,6 +189,7 @@ class Passes:
                         total += gradient
                     for total, gradient in zip(copies_bar, found[len(totals) :], strict=True):
                         total[own] = gradient
+                    del chunk, found
                 if copies_bar:
                     outputs = [t for t in tensors_of(copies) if t.requires_grad]
                     found_augment = torch.autograd.grad(outputs, self.augment_leaves, copies_bar, allow_unused=True)
@@ -171,6 +197,7 @@ class Passes:
                         if gradient is not None:
                             total += gradient
                 count += len(y)
+        self._scratch = Scratch()  # let its memory go
         if count != sum(len(y) for y in self.targets):
             raise CurvatureError(_OTHER_BATCHES)
         return totals, augment_totals
@@ -189,7 +216,8 @@ class Passes:
     @property
     def _needs_full_graph(self) -> bool:
         """Whether the output cotangents themselves depend on what is differentiated."""
-        return not self.plan.piecewise_linear or self.hyper_in_network or self.rule.seeds_follow_outputs
+        shortcut = self.plan.piecewise_linear and self.fast.piecewise_linear
+        return not shortcut or self.hyper_in_network or self.rule.seeds_follow_outputs
 
     def _check_repeated(self, index: int, x: Inputs, y: Tensor) -> None:
         same = index < len(self.targets) and torch.equal(self.targets[index], y)
@@ -208,7 +236,8 @@ class _TwoPasses(torch.autograd.Function):
     def forward(ctx: Any, passes: Passes, log_precision: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes
         ctx.save_for_backward(log_precision)
-        return tuple(passes.first(log_precision.detach(), keep=any(ctx.needs_input_grad)))
+        again = any(ctx.needs_input_grad[2:])
+        return tuple(passes.first(log_precision.detach(), keep=any(ctx.needs_input_grad), again=again))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -222,7 +251,7 @@ class _TwoPasses(torch.autograd.Function):
         leaves = ctx.needs_input_grad[2:]
         if not any(leaves):
             return (None, precision_bar, *[None] * len(leaves))
-        network, augment = passes.second(f_bar, by_part, log_precision)
+        network, augment = passes.second(f_bar, by_part, log_precision.detach())
         return (None, precision_bar, *network, *augment)
 
 
@@ -255,36 +284,3 @@ def _fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
 
 def _take(x: Inputs, own: slice) -> Inputs:
     return map_inputs(lambda t: t[own], x)
-
-
-class _Collected:
-    """Observations of one part over chunks: "rows" side by side in one buffer, "sum" added up."""
-
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []
-        self._count = 0
-
-    @property
-    def all(self) -> list[Tensor]:
-        return self._held
-
-    def add(self, part: Part, chunk: Chunk, n_data: int) -> None:
-        own = slice(self._count, self._count + chunk.n)
-        self._count += chunk.n
-        if self._count > n_data:  # reported, with the full count, when all batches are read
-            return
-        if chunk.n == n_data:  # a single chunk
-            self._held = part.observe(chunk)
-            return
-        places = [h[own] for h in self._held] if self._held and set(part.kinds) == {"rows"} else None
-        found = part.observe(chunk, places)
-        if not self._held:
-            self._held = [
-                o.new_empty(n_data, *o.shape[1:]) if kind == "rows" else torch.zeros_like(o)
-                for kind, o in zip(part.kinds, found, strict=True)
-            ]
-        for kind, held, observation in zip(part.kinds, self._held, found, strict=True):
-            if kind == "sum":
-                held += observation
-            elif places is None or observation.data_ptr() != held[own].data_ptr():
-                held[own] = observation

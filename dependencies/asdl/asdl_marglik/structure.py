@@ -8,6 +8,7 @@ from typing import Literal
 
 from .dense import Dense, Diagonal
 from .errors import CurvatureError
+from .fast import ALL, FastPaths
 from .kernel import Gram
 from .kron import Kron, Setting
 from .part import Groups, Part
@@ -33,6 +34,7 @@ class Problem:
     copies: int = 1
     setting: Setting = "expand"
     granularity: Granularity = "module"
+    fast: FastPaths = ALL
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -41,6 +43,11 @@ class Problem:
     @property
     def n_rows(self) -> int:
         return self.n_data * self.rows_per_datum
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number."""
+        return max((weight.element_size() for weight in self.plan.weights.values()), default=8)
 
 
 def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
@@ -57,7 +64,7 @@ def _cheaper_as_factors(problem: Problem, name: str) -> bool:
     """Whether products of factors cost less than products of rows: T^2 (D + O) against D O for each pair of rows."""
     plan = problem.plan
     single = name in plan.kronecker & plan.factor_sides.keys() and len(plan.uses_of[name]) == 1
-    if not single or plan.uses_of[name][0][1] == "bias":
+    if not problem.fast.factored_rows or not single or plan.uses_of[name][0][1] == "bias":
         return False
     t, (o, d) = problem.copies * plan.positions[name], plan.factor_sides[name]
     return FACTOR_MARGIN * t**2 * (d + o) < d * o and (t * problem.n_rows) ** 2 < FACTOR_PAIRS
@@ -93,9 +100,11 @@ def _kron(problem: Problem, name: str, size: int) -> Part:
     weight = problem.plan.weights[name]
     bias = problem.plan.uses_of[name][0][1] == "bias"
     reduce = problem.setting == "reduce"
+    # the side that has fewer: rows of all data, or features
+    observed = problem.n_data * (1 if reduce else problem.plan.positions[name])
     return Kron(
         name, problem.groups[name], problem.setting, problem.n_data, bias=bias,
-        keep_inputs=reduce and problem.n_data < (1 if bias else size // len(weight)),
+        keep_inputs=problem.fast.factored_sides and observed < (1 if bias else size // len(weight)),
         keep_outputs=reduce and problem.n_rows <= max(len(weight), KEPT_ROWS),
         called_once=len(problem.plan.uses_of[name]) == 1,
         transposed=problem.plan.rules[name] == "matmul",

@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from asdl_marglik import (
+    ALL,
     STRUCTURES,
+    Arrangement,
     Part,
     Passes,
     Plan,
@@ -38,13 +40,12 @@ from .errors import MarglikError
 from .evidence import Evidence, Status
 from .likelihood import Likelihood, likelihood_for
 from .likelihood.base import Root
+from .memory import arranged
 from .partition import Block
 from .prior import GaussianPrior
-from .rows import checked_columns, draw_columns, rows_for
+from .rows import Rows, checked_columns, draw_columns, rows_for, seeds_per_datum
 
 T = TypeVar("T")
-CHUNK_BYTES = 2**26  # activations of one chunk, unless `chunk` is given
-SMALLEST_CHUNK, LARGEST_CHUNK = 16, 512  # inputs; convolutions are inefficient below, caches overflow above
 
 
 @dataclass
@@ -73,8 +74,9 @@ class MarginalLikelihood:
     augment: module x [n, ...] -> [n, A, ...]; the network's outputs are averaged over the A copies.
     hyper: name patterns of parameters inside the network that are hyperparameters, not weights.
     kfac: weight-sharing setting, "expand" | "reduce". blocks: block-diagonal by "module" or by "tensor".
-    chunk: inputs per forward pass (default: from the size of activations). generator: source of columns and
-    augmentations.
+    memory_budget: bytes an estimate may take besides model and data; what is left of it saves recomputation (default:
+    half of the free memory, used sparingly). chunk: inputs per forward pass (default: from the size of activations).
+    generator: source of columns and augmentations.
     """
 
     def __init__(
@@ -82,8 +84,8 @@ class MarginalLikelihood:
         prior: GaussianPrior, structure: str = "ntk", outputs: int | None = None,
         columns: Literal["shared", "iid"] = "shared", root: Root = "paper", augment: nn.Module | None = None,
         hyper: Iterable[str] = (), kfac: Literal["expand", "reduce"] = "expand",
-        blocks: Literal["module", "tensor"] = "module", chunk: int | None = None,
-        generator: torch.Generator | None = None,
+        blocks: Literal["module", "tensor"] = "module", memory_budget: float | None = None,
+        chunk: int | None = None, generator: torch.Generator | None = None,
     ):  # fmt: skip
         for name, value, choices in (
             ("structure", structure, tuple(STRUCTURES)), ("columns", columns, ("shared", "iid")),
@@ -92,12 +94,15 @@ class MarginalLikelihood:
         ):  # fmt: skip
             if value not in choices:
                 raise MarglikError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        for name, number in (("n_data", n_data), ("outputs", outputs), ("chunk", chunk)):
+        for name, number in (
+            ("n_data", n_data), ("outputs", outputs), ("memory_budget", memory_budget), ("chunk", chunk)
+        ):  # fmt: skip
             if number is not None and number < 1:
                 raise MarglikError(f"{name} must be at least 1, got {number}")
         self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
         self.n_data, self.structure, self.outputs, self.columns, self.root = n_data, structure, outputs, columns, root
         self.augment, self.kfac, self.blocks, self.chunk = augment, kfac, blocks, chunk
+        self.memory_budget, self._fast = memory_budget, ALL
         self.hyper = tuple(hyper)
         self._hyper_in_network = hyperparameters_in(model, self.hyper)
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
@@ -153,7 +158,7 @@ class MarginalLikelihood:
         self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
     ) -> Callable[[], Evidence]:
         """A function that evaluates this block again for the current prior, noise and temperature, at S x S cost."""
-        return self._with_plan(lambda: self._reusable(self._single_block(x, y, columns, block)))
+        return self._with_plan(lambda: self._reusable(self._single_block(x, y, columns, block, reuse=True)))
 
     def full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Evidence:
         """One block of all N data, streamed from a loader that gives the same batches every time (shuffle=False)."""
@@ -161,21 +166,23 @@ class MarginalLikelihood:
 
     def cached_full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Callable[[], Evidence]:
         """As `cached`, for one block of all N data."""
-        return self._with_plan(lambda: self._reusable(self._all_data(loader)))
+        return self._with_plan(lambda: self._reusable(self._all_data(loader, reuse=True)))
 
     def describe(self, x: Any) -> str:
         """How each weight's curvature is computed, as a table; x is any batch of inputs."""
         plan = self._planned(self._placed(x))
         n = len(tensors_of(x)[0])
-        labels = {
-            name: part.label for part in self._parts(plan, n, self._k(plan), self._copies(x)) for name in part.names
-        }
+        problem = self._problem(plan, n, self._k(plan), self._copies(x))
+        parts = parts_of(self.structure, problem)
+        labels = {name: part.label for part in parts for name in part.names}
+        arrangement = self._arranged(problem, parts, again=True)
         width = max(len(name) for name in plan.weights)
         lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
         for name, w in plan.weights.items():
             lines.append(f"{name:<{width}}  {w.numel():>10}  {plan.rules[name]:<26}  {labels[name]}")
         lines.append(
-            f"piecewise linear: {plan.piecewise_linear}; inputs per chunk: {self._chunk_inputs(plan, self._k(plan))}"
+            f"piecewise linear: {plan.piecewise_linear}; inputs per chunk: {arrangement.chunk_inputs}; about "
+            f"{arrangement.bytes / 1e6:.0f} MB"
         )
         return "\n".join(lines)
 
@@ -211,8 +218,16 @@ class MarginalLikelihood:
             raise MarglikError(f"outputs={self.outputs} but the network has only {c}; use outputs={c} or None for all")
         return self.outputs or c
 
-    def _parts(self, plan: Plan, n: int, k: int, copies: int) -> list[Part]:
-        return parts_of(self.structure, Problem(plan, self.prior.groups, n, k, copies, self.kfac, self.blocks))
+    def _rows(self, plan: Plan, k: int) -> Rows:
+        return rows_for(self.likelihood, plan.output_shape, self.root, k, contrasts=self._fast.fewer_seeds)
+
+    def _problem(self, plan: Plan, n: int, k: int, copies: int) -> Problem:
+        seeds = seeds_per_datum(self._rows(plan, k), k)
+        return Problem(plan, self.prior.groups, n, seeds, copies, self.kfac, self.blocks, self._fast)
+
+    def _arranged(self, problem: Problem, parts: list[Part], again: bool) -> Arrangement:
+        device = next(iter(self.model.parameters())).device
+        return arranged(self.structure, problem, parts, again, self.memory_budget, self.chunk, device)
 
     def _copies(self, x: Any) -> int:
         """Augmented copies A of each datum."""
@@ -221,13 +236,9 @@ class MarginalLikelihood:
         with torch.no_grad():
             return tensors_of(augmented(self.augment, map_inputs(lambda t: t[:1], x), 0))[0].shape[1]
 
-    def _chunk_inputs(self, plan: Plan, k: int) -> int:
-        if self.chunk is not None:
-            return self.chunk
-        fitting = CHUNK_BYTES // max(1, plan.bytes_per_input * (1 + k // 2))
-        return min(max(fitting, SMALLEST_CHUNK), LARGEST_CHUNK)
-
-    def _single_block(self, x: Any, y: Tensor, columns: Tensor | None, block: Block | None) -> _Block:
+    def _single_block(
+        self, x: Any, y: Tensor, columns: Tensor | None, block: Block | None, *, reuse: bool = False
+    ) -> _Block:
         x, y = self._placed(x), self._placed(y)
         n = len(y)
         if n == 0 or any(len(t) != n for t in tensors_of(x)):
@@ -248,10 +259,10 @@ class MarginalLikelihood:
         columns = checked_columns(columns, n, c).to(y.device)
         k = columns.shape[1]
         counts = (block.n_data_blocks, block.n_column_blocks) if block is not None else (self.n_data / n, c / k)
-        passes = self._passes(plan, n, k, self._copies(x), lambda: [(x, y, columns)])
+        passes = self._passes(plan, n, k, self._copies(x), lambda: [(x, y, columns)], reuse)
         return self._finished(_Block(passes, k, c, plan.output_shape, *counts))
 
-    def _all_data(self, loader: Iterable[tuple[Any, Tensor]]) -> _Block:
+    def _all_data(self, loader: Iterable[tuple[Any, Tensor]], *, reuse: bool = False) -> _Block:
         if iter(loader) is loader:
             raise MarglikError("the loader can be read only once; pass a DataLoader or a list of (x, y) batches")
         first = next(iter(loader), None)
@@ -271,16 +282,21 @@ class MarginalLikelihood:
                     raise MarglikError("expected as many inputs as targets in every batch")
                 yield self._placed(x), y, own.to(y.device)
 
-        passes = self._passes(plan, self.n_data, k, self._copies(self._placed(first[0])), batches)
+        passes = self._passes(plan, self.n_data, k, self._copies(self._placed(first[0])), batches, reuse)
         return self._finished(_Block(passes, k, c, plan.output_shape, 1, c / k))
 
-    def _passes(self, plan: Plan, n: int, k: int, copies: int, batches: Callable[[], Iterable]) -> Passes:
-        rule = rows_for(self.likelihood, plan.output_shape, self.root, k)
-        in_network = [p for p in self._hyper_in_network.values() if p.requires_grad]
+    def _passes(self, plan: Plan, n: int, k: int, copies: int, batches: Callable[[], Iterable], reuse: bool) -> Passes:
+        """Both passes over some data; with `reuse`, the first one only, kept for prior, noise and temperature."""
+        in_network = [] if reuse else [p for p in self._hyper_in_network.values() if p.requires_grad]
+        leaves: list[Tensor] = [] if reuse else [*in_network, *self.likelihood.root_parameters()]
+        in_augment = self.augment is not None and any(p.requires_grad for p in self.augment.parameters())
+        problem = self._problem(plan, n, k, copies)
+        parts = parts_of(self.structure, problem)
+        again = torch.is_grad_enabled() and not reuse and bool(leaves or in_augment)
         return Passes(
-            plan, self._parts(plan, n, k, copies), rule, batches, self.augment,
-            n_data=n, chunk_inputs=self._chunk_inputs(plan, k), seed=self._seed(),
-            network_leaves=[*in_network, *self.likelihood.root_parameters()], hyper_in_network=bool(in_network),
+            plan, parts, self._rows(plan, k), batches, self.augment, n_data=n, seed=self._seed(), fast=self._fast,
+            arrangement=self._arranged(problem, parts, again), network_leaves=leaves,
+            hyper_in_network=bool(in_network), differentiate_augmentation=not reuse, reuse=reuse,
         )  # fmt: skip
 
     def _finished(self, block: _Block) -> _Block:
@@ -298,7 +314,6 @@ class MarginalLikelihood:
                 "a cached evaluation follows prior, noise and temperature only, and this likelihood has other "
                 "learnable parameters; freeze them or evaluate ml(x, y) anew"
             )
-        block.passes.reuse, block.passes.network_leaves, block.passes.differentiate_augmentation = True, [], False
         with torch.no_grad():
             statistics(block.passes, self.prior.log_precision)
         return lambda: self._evidence(block)

@@ -2,6 +2,7 @@
 
 Single outputs: constant seeds (one-hot), with the root of the sub-block of Lambda as mixing weights afterwards. Used
 for all outputs (any root gives the same determinant), for diagonal Lambda, and for the published estimator.
+Contrasts: as before for all outputs, with fewer seeds where the likelihood ignores a direction of the outputs.
 Root columns: the seeds are columns of a true root and depend on the outputs.
 """
 
@@ -31,6 +32,20 @@ class SingleOutputs:
 
 
 @dataclass
+class Contrasts:
+    likelihood: Likelihood
+    shape: torch.Size
+    directions: Tensor  # [R, C]
+    seeds_follow_outputs = False
+
+    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return self.directions.to(f).expand(len(f), -1, -1)
+
+    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return self.likelihood.contrast_root(f.double().reshape(-1, *self.shape), y)
+
+
+@dataclass
 class RootColumns:
     likelihood: Likelihood
     shape: torch.Size
@@ -44,11 +59,22 @@ class RootColumns:
         return None
 
 
-def rows_for(likelihood: Likelihood, shape: torch.Size, root: Root, outputs: int) -> SingleOutputs | RootColumns:
-    """The form in which `outputs` of all root columns are computed."""
-    if root == "paper" or likelihood.diagonal or outputs == shape.numel():
+Rows = SingleOutputs | Contrasts | RootColumns
+
+
+def rows_for(likelihood: Likelihood, shape: torch.Size, root: Root, k: int, *, contrasts: bool = True) -> Rows:
+    """The form in which k of all root columns are computed; `contrasts` allows that of fewer seeds."""
+    directions = likelihood.contrasts(shape) if contrasts and k == shape.numel() else None
+    if directions is not None:
+        return Contrasts(likelihood, shape, directions)
+    if root == "paper" or likelihood.diagonal or k == shape.numel():
         return SingleOutputs(likelihood, shape)
     return RootColumns(likelihood, shape, root)
+
+
+def seeds_per_datum(rows: Rows, k: int) -> int:
+    """Backward passes per datum for k root columns."""
+    return len(rows.directions) if isinstance(rows, Contrasts) else k
 
 
 def draw_columns(n: int, n_outputs: int, k: int, iid: bool, generator: torch.Generator) -> Tensor:

@@ -33,7 +33,10 @@ class Elementwise(Rule):
     def align_input(self, call: Call, axis: int, output_shape: tuple[int, ...]) -> Tensor | None:
         return None if call.input is None else call.input.expand(output_shape)
 
-    def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
+    def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
+        if a is not None and call.weights["weight"].numel() == 1:  # an inner product: no need for the product itself
+            rows = g.flatten(1).unsqueeze(1) @ a.flatten(1).unsqueeze(2)
+            return rows.reshape(len(g), *call.weights["weight"].shape)
         g = g * (call.options["sign"] if a is None else a)
         return _sum_to(g.sum(1), call.weights["weight"].shape, call.options["axis"])
 

@@ -26,7 +26,7 @@ class Embedding(Rule):
             padding += len(weight)
         return Call(arguments["input"], {"weight": weight}, {"padding": padding})
 
-    def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
+    def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
         assert a is not None
         tokens, g = a.flatten(1), g.flatten(1, -2)
         if call.options["padding"] is not None:  # autograd keeps this entry of the table constant

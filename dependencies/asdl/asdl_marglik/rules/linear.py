@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Call, Rule, named, register
+from .base import Call, Rule, Wanted, named, register
 
 
 class Linear(Rule):
@@ -21,12 +21,25 @@ class Linear(Rule):
         weights = {role: arguments[role] for role in ("weight", "bias") if arguments.get(role) is not None}
         return Call(arguments["input"], weights)
 
+    def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
+        return self.rows(call, role, a, g.unsqueeze(1)).squeeze(1)
+
     def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
-        g = g.flatten(1, -2)
+        g = g.flatten(2, -2)  # [n, K, T, O]
         if role == "bias":
-            return g.sum(1)
+            return g.sum(2)
         assert a is not None
-        return g.mT @ a.flatten(1, -2)
+        return g.mT @ a.flatten(1, -2).unsqueeze(1)
+
+    def pull_rows(
+        self, call: Call, role: str, a: Tensor | None, g: Tensor, bar: Tensor, wanted: Wanted
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if role == "bias":
+            return super().pull_rows(call, role, a, g, bar, wanted)
+        assert a is not None
+        a_bar = (g.flatten(2, -2) @ bar).sum(1).reshape(a.shape) if wanted[0] else None
+        g_bar = (a.flatten(1, -2).unsqueeze(1) @ bar.mT).reshape(g.shape) if wanted[1] else None
+        return a_bar, g_bar
 
     def has_factors(self, call: Call, role: str) -> bool:
         return True
@@ -44,6 +57,7 @@ class MatrixProduct(Linear):
     """y_t = a_t W, the weight on the right of a matrix product: dy/dW = sum_t a_t g_t^T."""
 
     name = "matmul"
+    output_axis = 1
 
     def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
         if len(args) != 2 or kwargs or args[1].dim() != 2 or id(args[0]) in touched or args[0].dim() < 2:
@@ -52,6 +66,11 @@ class MatrixProduct(Linear):
 
     def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
         return super().rows(call, role, a, g).mT
+
+    def pull_rows(
+        self, call: Call, role: str, a: Tensor | None, g: Tensor, bar: Tensor, wanted: Wanted
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return super().pull_rows(call, role, a, g, bar.mT, wanted)
 
 
 register(Linear(), F.linear)

@@ -32,7 +32,7 @@ class Normalisation(Rule):
         inputs = arguments.pop("input")
         return Call(inputs, weights, {"func": func, "arguments": arguments})
 
-    def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
+    def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
         func, shape = call.options["func"], call.weights[role].shape
         if role == "weight":
             assert a is not None

@@ -90,6 +90,14 @@ class Likelihood(nn.Module):
         block = hessian.gather(1, columns.unsqueeze(2).expand(-1, -1, hessian.shape[2]))
         return psd_sqrt(block.gather(2, columns.unsqueeze(1).expand(-1, columns.shape[1], -1)))
 
+    def contrasts(self, shape: torch.Size) -> Tensor | None:
+        """Directions [R, C] of the outputs that span all the curvature there is, if these are fewer than C."""
+        return None
+
+    def contrast_root(self, f: Tensor, y: Tensor) -> Tensor:
+        """A root [n, R, R] of the Hessian in the coordinates of `contrasts`."""
+        raise TypeError(f"{type(self).__name__} names no contrasts")
+
 
 class FromLogProb(Likelihood):
     """A likelihood given by a function `log_prob(f, y) -> [n]`; of an indefinite Hessian the PSD part is used."""

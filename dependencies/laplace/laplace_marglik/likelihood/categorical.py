@@ -7,6 +7,9 @@ derivatives stay finite when the softmax saturates:
     symmetric   U = Lambda^{1/2}
     eigen       U = V E^{1/2}, columns by decreasing eigenvalue
 
+Lambda ignores a common shift of the outputs, so C - 1 contrasts Q (orthonormal, orthogonal to the shift) carry all of
+it: Q^T Lambda Q = T T^T with T = Q^T U W, U the Fisher root and W the C - 1 directions orthogonal to its null vector.
+
 Any partition of the columns of a true root gives a lower bound of the evidence. The published estimator ("paper") takes
 the sub-block of Lambda at the chosen outputs instead, p_c (1 - p_c) for a single one, which is not a bound: with one
 datum, two classes and J P0^-1 J^T = q [[1, -1], [-1, 1]], Lambda = a [[1, -1], [-1, 1]], the exact determinant is 1 +
@@ -49,6 +52,23 @@ class Categorical(Likelihood):
         p = self._log_p(f).exp()
         return self._embed(torch.diag_embed(p) - p.unsqueeze(3) * p.unsqueeze(2))
 
+    def contrasts(self, shape: torch.Size) -> Tensor | None:
+        v, t = shape[0], shape[1:].numel()
+        if v < 2:
+            return None
+        return torch.kron(_contrasts(v).mT.contiguous(), torch.eye(t, dtype=torch.float64))
+
+    def contrast_root(self, f: Tensor, y: Tensor) -> Tensor:
+        log_p = self._log_p(f)
+        p, root_p = log_p.exp(), torch.exp(log_p / 2)
+        # a reflection takes the null vector sqrt(p) to the last axis; its other columns are W
+        last = torch.nn.functional.one_hot(torch.tensor(p.shape[2] - 1), p.shape[2]).to(p)
+        normal = root_p + last
+        normal = normal / normal.norm(dim=2, keepdim=True)
+        fisher = torch.diag_embed(root_p) - p.unsqueeze(3) * root_p.unsqueeze(2)
+        reflected = fisher - 2 * (fisher @ normal.unsqueeze(3)) * normal.unsqueeze(2)
+        return self._embed(_contrasts(p.shape[2]).to(p).mT @ reflected[..., :-1])
+
     def _embed(self, blocks: Tensor) -> Tensor:
         """Blocks [n, T, V, V] per position as one matrix over the flattened outputs [n, V T, V T]."""
         n, t, v, _ = blocks.shape
@@ -86,3 +106,9 @@ class Categorical(Likelihood):
         same = (position.unsqueeze(2) == position.unsqueeze(1)).to(chosen.dtype)
         root_p = torch.exp(chosen / 2)
         return torch.diag_embed(root_p) - (c * chosen.exp()).unsqueeze(2) * root_p.unsqueeze(1) * same
+
+
+def _contrasts(v: int) -> Tensor:
+    """Orthonormal contrasts [V, V - 1] (Helmert): column r compares output r + 1 with the mean of those before."""
+    q = torch.triu(torch.ones(v, v - 1, dtype=torch.float64)) - torch.diag(torch.arange(1.0, v), -1)[:, :-1]
+    return q / q.norm(dim=0)
