@@ -33,8 +33,8 @@ class _Store(ABC):
         self.name = name
 
     @abstractmethod
-    def numbers_per_datum(self, problem: Problem) -> int:
-        """How many numbers are kept of each datum."""
+    def bytes_per_datum(self, problem: Problem) -> int:
+        """Memory that is kept of each datum."""
 
     @abstractmethod
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
@@ -55,8 +55,8 @@ class _Rows(_Store):
     slots = 1
     asks = "rows"
 
-    def numbers_per_datum(self, problem: Problem) -> int:
-        return problem.rows_per_datum * problem.sizes[self.name]
+    def bytes_per_datum(self, problem: Problem) -> int:
+        return problem.element * problem.rows_per_datum * problem.sizes[self.name]
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         if out is None:
@@ -64,16 +64,39 @@ class _Rows(_Store):
         chunk.rows(self.name, out[0].view(chunk.n, chunk.k, *chunk.plan.weights[self.name].shape))
         return out
 
+    def all_rows(self, kept: list[Tensor]) -> Tensor:
+        """Rows of all data [N, P]."""
+        return kept[0].flatten(0, 1)
+
     def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
-        v = kept[0].flatten(0, 1)
+        v = self.all_rows(kept)
         return (v if inverse_precision is None else v * inverse_precision) @ v.mT
 
     def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
-        v = kept[0].flatten(0, 1)
+        v = self.all_rows(kept)
         rows_bar = torch.mm(bar, v, out=chunk.scratch.take(v, len(bar), v.shape[1]))
         if inverse_precision is not None:
             rows_bar *= inverse_precision
         chunk.pull_rows(self.name, rows_bar.reshape(chunk.n, chunk.k, *chunk.plan.weights[self.name].shape))
+
+
+class _HalfRows(_Rows):
+    """Rows in half precision [n, K, P], each with its own scale [n, K, 1]; arithmetic stays in the model's dtype."""
+
+    slots = 2
+
+    def bytes_per_datum(self, problem: Problem) -> int:
+        return super().bytes_per_datum(problem) // problem.element * torch.float16.itemsize
+
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
+        rows = chunk.rows(self.name).reshape(chunk.n, chunk.k, -1)
+        scale = rows.abs().amax(2, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+        found = [(rows / scale).half(), scale]
+        return found if out is None else [place.copy_(t) for place, t in zip(out, found, strict=True)]
+
+    def all_rows(self, kept: list[Tensor]) -> Tensor:
+        rows, scale = kept
+        return rows.to(scale.dtype).mul_(scale).flatten(0, 1)
 
 
 class _Factors(_Store):
@@ -82,9 +105,9 @@ class _Factors(_Store):
     slots = 2
     asks = "all"
 
-    def numbers_per_datum(self, problem: Problem) -> int:
+    def bytes_per_datum(self, problem: Problem) -> int:
         o, d = problem.plan.factor_sides[self.name]
-        return problem.copies * problem.plan.positions[self.name] * (d + problem.rows_per_datum * o)
+        return problem.element * problem.copies * problem.plan.positions[self.name] * (d + problem.rows_per_datum * o)
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         (patches,), (positions,) = chunk.input_factors(self.name, "all"), chunk.output_factors(self.name, "all")
@@ -119,10 +142,11 @@ class Gram(Part):
 
     label = "kernel"
 
-    def __init__(self, names: tuple[str, ...], groups: Groups, factored: Collection[str] = ()):
+    def __init__(self, names: tuple[str, ...], groups: Groups, factored: Collection[str] = (), *, half: bool = False):
         self.names, self.groups = names, groups
-        self.stores = [
-            _Factors(name) if name in factored and isinstance(groups[name], int) else _Rows(name) for name in names
+        rows = _HalfRows if half else _Rows
+        self.stores: list[_Store] = [
+            _Factors(name) if name in factored and isinstance(groups[name], int) else rows(name) for name in names
         ]
         self.kinds = tuple("rows" for store in self.stores for _ in range(store.slots))
         self.shared = sorted({g for name in names if isinstance(g := groups[name], int)})
@@ -133,7 +157,7 @@ class Gram(Part):
 
     def memory(self, problem: Problem) -> Memory:
         """Rows of all data; a weight's row cotangents, or the kernels and their determinant in float64."""
-        kept = [problem.n_data * problem.element * store.numbers_per_datum(problem) for store in self.stores]
+        kept = [problem.n_data * store.bytes_per_datum(problem) for store in self.stores]
         kernels = len(self.shared) + bool(self.elementwise)
         head = (2 * problem.element * kernels + 4 * 8) * problem.n_rows**2
         return Memory(sum(kept), max(*kept, head))
@@ -175,7 +199,8 @@ class Gram(Part):
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
             inverse = self._inverse(store.name, log_precision, kept[0])
             if inverse is not None:
-                v = kept[0].flatten(0, 1)
+                assert isinstance(store, _Rows)
+                v = store.all_rows(kept)
                 slope = -((bars[0][-1] @ v) * v).sum(0) * inverse
                 gradient[self.groups[store.name]] = slope.to(gradient.dtype)
         return gradient

@@ -73,8 +73,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """The global random state set to `seed` inside and restored afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        seed_all(seed, device)
         yield
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Set the generators a model on `device` may draw from; torch.manual_seed takes a millisecond to find others."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def check_weights(model: nn.Module) -> None:

@@ -56,6 +56,10 @@ class Plan:
     bytes_per_input: int = 0  # activations that the graph of the outputs holds
     bytes_of_uses: tuple[int, int] = (0, 0)  # inputs and outputs of all operations with weights, per input
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def check(self, recorder: Recorder) -> None:
         """Refuse a pass that used the weights in another way than the one planned for."""
         if _signature(recorder) != self.signature or not recorder.opaque <= self.persample:

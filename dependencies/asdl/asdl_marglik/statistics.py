@@ -22,7 +22,7 @@ from .chunk import Chunk
 from .errors import CurvatureError
 from .fast import ALL, FastPaths
 from .kernel import Gram
-from .network import Inputs, check_finite, check_inputs, evaluating, map_inputs, seeded, tensors_of
+from .network import Inputs, check_finite, check_inputs, evaluating, map_inputs, seed_all, seeded, tensors_of
 from .part import Part
 from .plan import Plan
 from .residency import Collected, Deferred, Residency
@@ -86,7 +86,7 @@ class Passes:
         x = map_inputs(lambda t: t.detach(), _take(copies, own))
         if with_graph and self.augment_leaves:
             x = map_inputs(lambda t: t.requires_grad_(t.is_floating_point()), x)
-        torch.manual_seed(self.seed)
+        seed_all(self.seed, self.plan.device)
         with torch.enable_grad():
             return Chunk(
                 self.plan, x, Selection(self.rule, y[own], columns[own]),
@@ -210,7 +210,7 @@ class Passes:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """The model in evaluation mode, and random draws that leave the global state alone."""
-        with evaluating(self.plan.model), seeded(self.seed, next(self.plan.model.parameters()).device):
+        with evaluating(self.plan.model), seeded(self.seed, self.plan.device):
             yield
 
     @property

@@ -34,6 +34,7 @@ class Problem:
     copies: int = 1
     setting: Setting = "expand"
     granularity: Granularity = "module"
+    half_rows: bool = False  # keep rows in half precision
     fast: FastPaths = ALL
 
     @property
@@ -57,7 +58,8 @@ def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
 
 
 def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
-    return Gram(names, problem.groups, [name for name in names if _cheaper_as_factors(problem, name)])
+    factored = [name for name in names if _cheaper_as_factors(problem, name)]
+    return Gram(names, problem.groups, factored, half=problem.half_rows)
 
 
 def _cheaper_as_factors(problem: Problem, name: str) -> bool:

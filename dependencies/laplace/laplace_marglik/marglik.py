@@ -8,15 +8,12 @@ log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 from asdl_marglik import (
     ALL,
     STRUCTURES,
-    Arrangement,
-    Part,
     Passes,
     Plan,
     PlanChanged,
@@ -36,33 +33,17 @@ from asdl_marglik import (
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .block import PreparedBlock, status_of
 from .errors import MarglikError
-from .evidence import Evidence, Status
+from .evidence import Evidence
 from .likelihood import Likelihood, likelihood_for
 from .likelihood.base import Root
-from .memory import arranged
+from .memory import Budget
 from .partition import Block
 from .prior import GaussianPrior
 from .rows import Rows, checked_columns, draw_columns, rows_for, seeds_per_datum
 
 T = TypeVar("T")
-
-
-@dataclass
-class _Block:
-    """A block with everything that stays fixed while its evidence is evaluated, possibly several times."""
-
-    passes: Passes
-    columns_per_datum: int
-    n_outputs: int
-    shape: torch.Size
-    n_data_blocks: float
-    n_column_blocks: float
-    status: Status = "approximation"
-
-    @property
-    def n_blocks(self) -> float:
-        return self.n_data_blocks * self.n_column_blocks
 
 
 class MarginalLikelihood:
@@ -75,8 +56,9 @@ class MarginalLikelihood:
     hyper: name patterns of parameters inside the network that are hyperparameters, not weights.
     kfac: weight-sharing setting, "expand" | "reduce". blocks: block-diagonal by "module" or by "tensor".
     memory_budget: bytes an estimate may take besides model and data; what is left of it saves recomputation (default:
-    half of the free memory, used sparingly). chunk: inputs per forward pass (default: from the size of activations).
-    generator: source of columns and augmentations.
+    half of the free memory, used sparingly). row_dtype: torch.float16 keeps rows of a kernel in half precision, each
+    with a scale of its own. chunk: inputs per forward pass (default: from the size of activations). generator: source
+    of columns and augmentations.
     """
 
     def __init__(
@@ -85,7 +67,7 @@ class MarginalLikelihood:
         columns: Literal["shared", "iid"] = "shared", root: Root = "paper", augment: nn.Module | None = None,
         hyper: Iterable[str] = (), kfac: Literal["expand", "reduce"] = "expand",
         blocks: Literal["module", "tensor"] = "module", memory_budget: float | None = None,
-        chunk: int | None = None, generator: torch.Generator | None = None,
+        row_dtype: torch.dtype | None = None, chunk: int | None = None, generator: torch.Generator | None = None,
     ):  # fmt: skip
         for name, value, choices in (
             ("structure", structure, tuple(STRUCTURES)), ("columns", columns, ("shared", "iid")),
@@ -102,7 +84,9 @@ class MarginalLikelihood:
         self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
         self.n_data, self.structure, self.outputs, self.columns, self.root = n_data, structure, outputs, columns, root
         self.augment, self.kfac, self.blocks, self.chunk = augment, kfac, blocks, chunk
-        self.memory_budget, self._fast = memory_budget, ALL
+        if row_dtype not in (None, torch.float16):
+            raise MarglikError(f"row_dtype must be torch.float16, or None for the dtype of the model, got {row_dtype}")
+        self.memory_budget, self.row_dtype, self._fast = memory_budget, row_dtype, ALL
         self.hyper = tuple(hyper)
         self._hyper_in_network = hyperparameters_in(model, self.hyper)
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
@@ -175,7 +159,7 @@ class MarginalLikelihood:
         problem = self._problem(plan, n, self._k(plan), self._copies(x))
         parts = parts_of(self.structure, problem)
         labels = {name: part.label for part in parts for name in part.names}
-        arrangement = self._arranged(problem, parts, again=True)
+        arrangement = self._budget.arrange(problem, parts, again=True)
         width = max(len(name) for name in plan.weights)
         lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
         for name, w in plan.weights.items():
@@ -223,11 +207,12 @@ class MarginalLikelihood:
 
     def _problem(self, plan: Plan, n: int, k: int, copies: int) -> Problem:
         seeds = seeds_per_datum(self._rows(plan, k), k)
-        return Problem(plan, self.prior.groups, n, seeds, copies, self.kfac, self.blocks, self._fast)
+        half = self.row_dtype is not None
+        return Problem(plan, self.prior.groups, n, seeds, copies, self.kfac, self.blocks, half, self._fast)
 
-    def _arranged(self, problem: Problem, parts: list[Part], again: bool) -> Arrangement:
-        device = next(iter(self.model.parameters())).device
-        return arranged(self.structure, problem, parts, again, self.memory_budget, self.chunk, device)
+    @property
+    def _budget(self) -> Budget:
+        return Budget(self.memory_budget, self.chunk, next(iter(self.model.parameters())).device)
 
     def _copies(self, x: Any) -> int:
         """Augmented copies A of each datum."""
@@ -238,7 +223,7 @@ class MarginalLikelihood:
 
     def _single_block(
         self, x: Any, y: Tensor, columns: Tensor | None, block: Block | None, *, reuse: bool = False
-    ) -> _Block:
+    ) -> PreparedBlock:
         x, y = self._placed(x), self._placed(y)
         n = len(y)
         if n == 0 or any(len(t) != n for t in tensors_of(x)):
@@ -260,9 +245,9 @@ class MarginalLikelihood:
         k = columns.shape[1]
         counts = (block.n_data_blocks, block.n_column_blocks) if block is not None else (self.n_data / n, c / k)
         passes = self._passes(plan, n, k, self._copies(x), lambda: [(x, y, columns)], reuse)
-        return self._finished(_Block(passes, k, c, plan.output_shape, *counts))
+        return self._block(passes, k, plan, *counts)
 
-    def _all_data(self, loader: Iterable[tuple[Any, Tensor]], *, reuse: bool = False) -> _Block:
+    def _all_data(self, loader: Iterable[tuple[Any, Tensor]], *, reuse: bool = False) -> PreparedBlock:
         if iter(loader) is loader:
             raise MarglikError("the loader can be read only once; pass a DataLoader or a list of (x, y) batches")
         first = next(iter(loader), None)
@@ -283,7 +268,7 @@ class MarginalLikelihood:
                 yield self._placed(x), y, own.to(y.device)
 
         passes = self._passes(plan, self.n_data, k, self._copies(self._placed(first[0])), batches, reuse)
-        return self._finished(_Block(passes, k, c, plan.output_shape, 1, c / k))
+        return self._block(passes, k, plan, 1, c / k)
 
     def _passes(self, plan: Plan, n: int, k: int, copies: int, batches: Callable[[], Iterable], reuse: bool) -> Passes:
         """Both passes over some data; with `reuse`, the first one only, kept for prior, noise and temperature."""
@@ -293,22 +278,20 @@ class MarginalLikelihood:
         problem = self._problem(plan, n, k, copies)
         parts = parts_of(self.structure, problem)
         again = torch.is_grad_enabled() and not reuse and bool(leaves or in_augment)
+        arrangement = self._budget.arrange(problem, parts, again=again)
+        self._budget.check(self.structure, problem, arrangement, again=again)
         return Passes(
             plan, parts, self._rows(plan, k), batches, self.augment, n_data=n, seed=self._seed(), fast=self._fast,
-            arrangement=self._arranged(problem, parts, again), network_leaves=leaves,
+            arrangement=arrangement, network_leaves=leaves,
             hyper_in_network=bool(in_network), differentiate_augmentation=not reuse, reuse=reuse,
         )  # fmt: skip
 
-    def _finished(self, block: _Block) -> _Block:
-        everything = block.n_blocks == 1
-        true_root = self.root != "paper" or self.likelihood.diagonal or block.columns_per_datum == block.n_outputs
-        if self.structure == "kfac" or not true_root:
-            block.status = "approximation"
-        else:
-            block.status = "exact" if everything and self.structure in ("ntk", "full") else "bound"
-        return block
+    def _block(self, passes: Passes, k: int, plan: Plan, n_data_blocks: float, n_column_blocks: float) -> PreparedBlock:
+        true_root = self.root != "paper" or self.likelihood.diagonal or k == plan.output_shape.numel()
+        status = status_of(self.structure, true_root, everything=n_data_blocks * n_column_blocks == 1)
+        return PreparedBlock(passes, plan.output_shape, n_data_blocks, n_column_blocks, status)
 
-    def _reusable(self, block: _Block) -> Callable[[], Evidence]:
+    def _reusable(self, block: PreparedBlock) -> Callable[[], Evidence]:
         if self.likelihood.root_parameters():
             raise MarglikError(
                 "a cached evaluation follows prior, noise and temperature only, and this likelihood has other "
@@ -318,7 +301,7 @@ class MarginalLikelihood:
             statistics(block.passes, self.prior.log_precision)
         return lambda: self._evidence(block)
 
-    def _evidence(self, block: _Block) -> Evidence:
+    def _evidence(self, block: PreparedBlock) -> Evidence:
         passes = block.passes
         check_weights(self.model)
         if not self.prior.log_precision.isfinite().all():

@@ -1,0 +1,185 @@
+"""Every shortcut changes speed and memory, never values: on against off, and both against the reference's precision."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from asdl_marglik import ALL, FastPaths, Passes
+from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError
+from torch import nn
+
+from ntkmarglik.augment import AffineAugmentation
+from ntkmarglik.models import build
+
+SWITCHES = [f.name for f in fields(FastPaths)]
+NONE = FastPaths(**dict.fromkeys(SWITCHES, False))
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+KINDS = [("ntk", "expand"), ("full", "expand"), ("blockdiag", "expand"), ("kfac", "expand"), ("kfac", "reduce"),
+         ("diag", "expand")]  # fmt: skip
+
+
+class Net(nn.Module):
+    """Strides, a pooling, few positions in the second layer and many in the first, scalars, and a linear map."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.Conv2d(3, 8, 3, stride=2)
+        self.scale, self.shift = nn.Parameter(torch.tensor([1.2])), nn.Parameter(torch.tensor([0.1]))
+        self.third, self.last = nn.Conv2d(8, 5, 2), nn.Linear(20, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x)) * self.scale + self.shift
+        x = torch.relu(self.third(torch.relu(self.second(x))))
+        return self.last(nn.functional.max_pool2d(x, 2, stride=1, padding=1)[..., :2, :2].flatten(1))
+
+
+def estimator(structure, kfac, dtype, outputs=None, copies=0, **options):
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    augment = AffineAugmentation(copies, init=0.3).to(dtype) if copies else None
+    return MarginalLikelihood(
+        model, "classification", n_data=90, prior=GaussianPrior(model, precision=0.3), structure=structure, kfac=kfac,
+        outputs=outputs, augment=augment, generator=torch.Generator().manual_seed(1), **options,
+    )  # fmt: skip
+
+
+def data(dtype, n=9):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(n, 1, 8, 8, generator=generator, dtype=dtype), torch.arange(n) % 4
+
+
+def evaluated(ml, dtype):
+    """Value and all gradients, in float64."""
+    total = ml(*data(dtype)).total
+    gradients = torch.autograd.grad(total, ml.hyperparameters())
+    return [total.detach().double(), *[g.double() for g in gradients]]
+
+
+def assert_same(ours, theirs, tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max())), (a, b)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("outputs, copies", [(1, 0), (None, 0), (1, 3), (None, 3)])
+@pytest.mark.parametrize("structure, kfac", KINDS)
+def test_all_shortcuts_together(structure, kfac, outputs, copies, dtype):
+    fast, slow = (estimator(structure, kfac, dtype, outputs, copies) for _ in range(2))
+    slow._fast = NONE
+    assert_same(evaluated(fast, dtype), evaluated(slow, dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("structure, kfac", KINDS)
+def test_each_shortcut_alone(structure, kfac, switch):
+    alone, slow = (estimator(structure, kfac, torch.float64, None, 2) for _ in range(2))
+    alone._fast, slow._fast = replace(NONE, **{switch: True}), NONE
+    assert_same(evaluated(alone, torch.float64), evaluated(slow, torch.float64), 1e-9)
+
+
+@pytest.mark.parametrize("structure, kfac", KINDS)
+def test_without_augmentation_several_chunks_change_nothing(structure, kfac):
+    whole, chunked = (estimator(structure, kfac, torch.float64, None, chunk=c) for c in (None, 4))
+    assert_same(evaluated(chunked, torch.float64), evaluated(whole, torch.float64), 1e-9)
+
+
+def test_the_switches_are_all_on_by_default():
+    assert FastPaths() == ALL and all(getattr(ALL, switch) for switch in SWITCHES)
+
+
+def test_rows_are_deferred_where_only_the_prior_is_learned(monkeypatch):
+    """No more rows than those of one weight are alive: the buffer of all rows is never made."""
+    monkeypatch.setattr("asdl_marglik.residency.Collected.add", lambda *_: pytest.fail("kept all rows"))
+    ml = large()
+    ml(torch.randn(8, 3, 16, 16), torch.arange(8)).total.backward()
+
+
+def large(**options):
+    """A small residual network: activations are smaller than the rows."""
+    torch.manual_seed(0)
+    model = build("resnet", (3, 16, 16), 10)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.02)
+    return MarginalLikelihood(
+        model, "classification", n_data=1000, prior=GaussianPrior(model), outputs=1,
+        generator=torch.Generator().manual_seed(0), **options,
+    )  # fmt: skip
+
+
+def test_a_real_network_by_shortcuts_and_without():
+    x, y = torch.randn(8, 3, 16, 16), torch.arange(8)
+    found = []
+    for fast in (ALL, NONE):
+        ml = large(augment=AffineAugmentation(2, init=0.1))
+        ml._fast = fast
+        total = ml(x, y).total
+        found.append([total.detach(), *torch.autograd.grad(total, ml.hyperparameters())])
+    assert_same(found[0], found[1], 1e-5)
+
+
+@pytest.mark.parametrize("outputs", [1, None])
+@pytest.mark.parametrize("prior", ["layerwise", "diagonal"])
+def test_rows_in_half_precision(outputs, prior):
+    x, y = torch.randn(8, 3, 16, 16), torch.arange(8)
+    found = []
+    for row_dtype in (None, torch.float16):
+        ml = large(augment=AffineAugmentation(2, init=0.1), row_dtype=row_dtype)
+        ml.outputs, ml.prior = outputs, GaussianPrior(ml.model, prior)
+        total = ml(x, y).total
+        found.append([total.detach(), *torch.autograd.grad(total, ml.hyperparameters())])
+    assert not torch.equal(found[0][0], found[1][0])  # it is used
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
+    for half, full in zip(found[1][1:], found[0][1:], strict=True):
+        assert (half - full).norm() <= 1e-3 * full.norm()
+
+
+def test_other_row_dtypes_are_refused():
+    with pytest.raises(MarglikError, match=r"row_dtype must be torch.float16.*bfloat16"):
+        large(row_dtype=torch.bfloat16)
+
+
+def test_a_block_beyond_the_budget_is_refused_before_it_is_computed(monkeypatch):
+    ml = large(memory_budget=40e6, augment=AffineAugmentation(2))
+    ml.describe(torch.randn(2, 3, 16, 16))
+    monkeypatch.setattr(Passes, "_chunk", lambda *_, **__: pytest.fail("computed something"))
+    with pytest.raises(MarglikError, match=r"needs about .* GB.*use a block of \d+ data points or structure='kfac'"):
+        ml(torch.randn(100, 3, 16, 16), torch.arange(100) % 10)
+
+
+def test_the_largest_block_named_is_accepted():
+    ml = large(memory_budget=40e6, augment=AffineAugmentation(2))
+    with pytest.raises(MarglikError) as refused:
+        ml(torch.randn(100, 3, 16, 16), torch.arange(100) % 10)
+    points = int(str(refused.value).split("a block of ")[1].split()[0])
+    assert 0 < points < 100
+    assert ml(torch.randn(points, 3, 16, 16), torch.arange(points) % 10).total.isfinite()
+
+
+def test_nothing_fits():
+    with pytest.raises(MarglikError, match="raise memory_budget"):
+        large(memory_budget=1000)(torch.randn(4, 3, 16, 16), torch.arange(4))
+
+
+def test_a_larger_budget_keeps_more_graphs_and_changes_nothing():
+    x, y = torch.randn(12, 3, 16, 16), torch.arange(12) % 10
+    found = []
+    for budget in (None, 4e9):
+        ml = large(memory_budget=budget, augment=AffineAugmentation(2, init=0.1), chunk=6)
+        total = ml(x, y).total
+        found.append([total.detach(), *torch.autograd.grad(total, ml.hyperparameters())])
+    assert_same(found[0], found[1], 1e-5)
+
+
+def test_a_small_budget_takes_small_chunks():
+    sizes = []
+    for budget in (1e9, 5e7):
+        ml = large(memory_budget=budget, structure="kfac")
+        sizes.append(int(ml.describe(torch.randn(64, 3, 16, 16)).split("inputs per chunk: ")[1].split(";")[0]))
+    assert sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize("budget", [0, -1.0])
+def test_a_budget_must_be_positive(budget):
+    with pytest.raises(MarglikError, match="memory_budget must be at least 1"):
+        large(memory_budget=budget)
