@@ -140,7 +140,7 @@ def test_other_row_dtypes_are_refused():
 
 
 def test_a_block_beyond_the_budget_is_refused_before_it_is_computed(monkeypatch):
-    ml = large(memory_budget=40e6, augment=AffineAugmentation(2))
+    ml = large(memory_budget=150e6, augment=AffineAugmentation(2))
     ml.describe(torch.randn(2, 3, 16, 16))
     monkeypatch.setattr(Passes, "_chunk", lambda *_, **__: pytest.fail("computed something"))
     with pytest.raises(MarglikError, match=r"needs about .* GB.*use a block of \d+ data points or structure='kfac'"):
