@@ -1,6 +1,6 @@
 """Draw the figures of illustrations/ again from its small csv files: no account, no network.
 
-python generate_illustration_figures.py [--figures methods]
+python generate_illustration_figures.py [--figures methods scaling]
 """
 
 from __future__ import annotations
@@ -52,7 +52,66 @@ def _label(row: dict[str, str]) -> str:
     return row["estimator"] + (", affine" if row["augment"] == "affine" else "")
 
 
-FIGURES: dict[str, Callable[[Path], None]] = {"methods": methods}
+ESTIMATORS = {"ntk-S-1": "#0072B2", "kfac-S-1": "#D55E00", "kfac-S-C": "#009E73"}
+MODELS = {"mininet": ("MiniNet", "o", "--"), "resnet": ("ResNet-18", "s", "-")}
+AXES = {"S": "data points S", "A": "augmented copies A", "N": "data set size N", "C": "outputs C"}
+
+
+def predicted(axis: str, column: str, estimator: str, value: float) -> float:
+    """How a measurement should grow, up to a factor."""
+    if column == "peak_mb":
+        return value if axis == "S" and estimator == "ntk-S-1" else 1.0
+    if axis == "C":
+        return 3 + value if estimator.endswith("C") else 1.0
+    return 1.0 if axis == "N" else value
+
+
+def scaling(target: Path, source: Path = HERE / "data" / "scaling.csv") -> None:
+    """Time and memory of an estimate with its gradient against S, A, N and C; grey is the predicted growth."""
+    with source.open() as file:
+        rows = list(csv.DictReader(file))
+    columns = {"cpu_seconds": "CPU seconds", "peak_mb": "peak memory, MB"}
+    plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150})
+    figure, grid = plt.subplots(2, 4, figsize=(10, 4.4), sharey="row", sharex="col", layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0, 1, 0.94))
+    for line, (column, label) in zip(grid, columns.items(), strict=True):
+        for axes, axis in zip(line, AXES, strict=True):
+            own = [r for r in rows if r["axis"] == axis]
+            for model, estimator in dict.fromkeys((r["model"], r["estimator"]) for r in own):
+                points = [r for r in own if (r["model"], r["estimator"]) == (model, estimator)]
+                x, y = [float(r["value"]) for r in points], [float(r[column]) for r in points]
+                growth = [predicted(axis, column, estimator, v) for v in x]
+                anchor = 0 if column == "peak_mb" else -1  # small cases are slowed by fixed costs, not by the growth
+                expected = [y[anchor] * g / growth[anchor] for g in growth]
+                axes.plot(x, expected, color="0.7", linewidth=0.8, zorder=1)
+                _, marker, dashes = MODELS[model]
+                axes.plot(x, y, dashes, marker=marker, color=ESTIMATORS[estimator], markersize=3.5, linewidth=1.2)
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            for model in dict.fromkeys(r["model"] for r in own):  # named below its lowest curve, at the right
+                last = [r for r in own if r["model"] == model and r["value"] == own[-1]["value"]]
+                place = (float(own[-1]["value"]), min(float(r[column]) for r in last))
+                below = (0, -13 if column == "peak_mb" else -26)
+                style = {"ha": "right", "color": "0.25", "fontsize": 7}
+                axes.annotate(MODELS[model][0], place, below, textcoords="offset points", **style)
+            if axis != "N":
+                ticks = sorted({int(r["value"]) for r in own})
+                axes.set_xticks(ticks, [str(v) for v in ticks])
+                axes.minorticks_off()
+            axes.grid(color="0.93")
+            axes.set_axisbelow(True)
+        line[0].set_ylabel(label)
+    for axes, name in zip(grid[1], AXES.values(), strict=True):
+        axes.set_xlabel(name)
+    for place, (estimator, colour) in enumerate({**ESTIMATORS, "predicted growth": "0.6"}.items()):
+        grid[0, 0].annotate(
+            estimator, (0, 1), (58 * place, 8), "axes fraction", "offset points", color=colour, weight="bold"
+        ).set_in_layout(False)  # it may reach over the neighbouring panels
+    figure.savefig(target)
+    plt.close(figure)
+
+
+FIGURES: dict[str, Callable[[Path], None]] = {"methods": methods, "scaling": scaling}
 
 
 def main() -> None:

@@ -1,73 +1,175 @@
-"""Cost of one estimate with its gradient, for every estimator: `python benchmarks/estimators.py [--only TEXT]`."""
+"""Cost of one estimate with its gradient, for every estimator, next to its target.
+
+python benchmarks/estimators.py [--only TEXT] [--csv FILE]
+"""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import sys
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import measure
-from measure import Case
+import torch
+from measure import Case, estimate, full_batch, setup, training_step
 
-TARGETS: dict[Case, float] = {
-    Case("resnet", "ntk", 50): 2.2,
-    Case("resnet", "ntk", 150): 2.5,
-    Case("wrn", "ntk", 50): 1.9,
-    Case("resnet", "ntk", 50, 5): 3.0,
-    Case("resnet", "ntk", 50, 10): 3.0,
-    Case("wrn", "ntk", 50, 5): 3.2,
-    Case("resnet", "kfac", 50, 5): 2.2,
-    Case("wrn", "kfac", 50, 5): 1.7,
-    Case("resnet", "kfac", 50, 1, kfac="expand"): 10,
-    Case("mininet", "ntk", 50, 1, None): 22,
-    Case("resnet", "ntk", 20, 1, None): 25,
-    Case("resnet", "kfac", 50, 0, None): 6,
-    Case("resnet", "blockdiag", 50, 5): 5,
-    Case("resnet", "diag", 50, 5): 5,
-    Case("mininet", "ntk", 150): float("nan"),
-    Case("mininet", "ntk", 150, 5): float("nan"),
+PRIOR_STEPS = 50
+LONGER = 4  # how many times more data the second memory measurement of a stream has
+
+
+@dataclass
+class Row:
+    """A measurement: so many `unit`s, so many megabytes, and what both should be (nan: no target)."""
+
+    estimator: str
+    units: float
+    target_units: float
+    unit: str
+    peak_mb: float = math.nan
+    target_mb: float = math.nan
+    unit_ms: float = math.nan
+
+    @property
+    def verdict(self) -> str:
+        missed = [
+            f"{name} x{got / target:.2f}"
+            for name, got, target in (("time", self.units, self.target_units), ("memory", self.peak_mb, self.target_mb))
+            if got > target
+        ]
+        known = not math.isnan(self.target_units) or not math.isnan(self.target_mb)
+        return ", ".join(missed) if missed else "met" if known else "-"
+
+    def __str__(self) -> str:
+        numbers = [f"{self.units:6.2f}", f"{self.target_units:6.1f}", f"{self.peak_mb:6.0f}", f"{self.target_mb:9.0f}"]
+        return f"{self.estimator:<50} {' '.join(numbers).replace('nan', '  -')}  {self.verdict:<26} {self.unit}"
+
+
+# Memory targets, in megabytes ------------------------------------------------------------------------------------
+
+
+def rows_and_chunk(case: Case) -> float:
+    """1.3 x 4 S K P bytes and one chunk: what a training step on a chunk's inputs needs."""
+    return 1.3 * measure.row_store_mb(case) + measure.peak_mb(training_step, measure.chunk_of(case))
+
+
+def training_steps(factor: float) -> Callable[[Case], float]:
+    return lambda case: factor * measure.peak_mb(training_step, case)
+
+
+def flat_in_copies(case: Case) -> float:
+    """What the estimate needs for one copy, and 15 %."""
+    return 1.15 * measure.peak_mb(estimate, replace(case, copies=1))
+
+
+def at_most(megabytes: float) -> Callable[[Case], float]:
+    return lambda case: megabytes
+
+
+# The table --------------------------------------------------------------------------------------------------------
+
+TARGETS: dict[Case, tuple[float, Callable[[Case], float]]] = {
+    Case("resnet", "ntk", 50): (2.2, rows_and_chunk),
+    Case("resnet", "ntk", 150): (2.5, rows_and_chunk),
+    Case("wrn", "ntk", 50): (1.9, rows_and_chunk),
+    Case("resnet", "ntk", 50, 5): (3.0, flat_in_copies),
+    Case("resnet", "ntk", 50, 10): (3.0, at_most(450)),
+    Case("wrn", "ntk", 50, 5): (3.2, flat_in_copies),
+    Case("wrn", "ntk", 50, 10): (3.2, flat_in_copies),
+    Case("resnet", "kfac", 50, 5): (2.2, training_steps(1.5)),
+    Case("wrn", "kfac", 50, 5): (1.7, training_steps(1.5)),
+    Case("resnet", "kfac", 50, 1, kfac="expand"): (10, training_steps(2)),
+    Case("mininet", "ntk", 50, 1, None): (22, rows_and_chunk),
+    Case("resnet", "ntk", 20, 1, None): (25, rows_and_chunk),
+    Case("resnet", "kfac", 50, 0, None): (6, training_steps(2)),
+    Case("resnet", "blockdiag", 50, 5): (5, rows_and_chunk),
+    Case("resnet", "diag", 50, 5): (5, rows_and_chunk),
+    Case("mininet", "ntk", 150): (math.nan, rows_and_chunk),
+    Case("mininet", "ntk", 150, 5): (math.nan, rows_and_chunk),
 }
+CACHED = (Case("resnet", "ntk", 150), Case("mininet", "ntk", 150))
+STREAMED = (
+    Case("mininet", "kfac", 500, 2, None),
+    Case("resnet", "kfac", 100, 2, None),
+    Case("resnet", "kfac", 50, 1, None, classes=100),
+)
+
+
+def block(case: Case, memory: bool) -> Row:
+    """One estimate on a block, in training steps on the same inputs."""
+    target, target_mb = TARGETS[case]
+    seconds, step = measure.timed(case)
+    row = Row(str(case), seconds / step, target, "training step", unit_ms=1000 * step)
+    if memory:
+        row.peak_mb, row.target_mb = measure.peak_mb(estimate, case), target_mb(case)
+    return row
+
+
+def cached(case: Case, memory: bool) -> Iterator[Row]:
+    """A further prior step on a cached block in milliseconds, and 50 of them in passes over the block."""
+    s = setup(case)
+    s.ml.describe(s.x)
+    evidence = s.ml.cached(s.x, s.y)
+    optimizer = torch.optim.Adam(s.ml.hyperparameters(), lr=0.01)
+
+    def prior_steps() -> None:
+        for _ in range(PRIOR_STEPS):
+            optimizer.zero_grad()
+            (-evidence().total / s.ml.n_data).backward()
+            optimizer.step()
+
+    steps, fit = measure.cpu_seconds(prior_steps, lambda: s.ml.cached(s.x, s.y))
+    name = f"ntk-{case.subset}-1 {case.model}"
+    yield Row(f"further prior step, {name}", 1000 * steps / PRIOR_STEPS, 1.5, "ms", unit_ms=1.0)
+    target = math.nan if case.model == "mininet" else 1.0
+    yield Row(f"{PRIOR_STEPS} prior steps, {name}", steps / fit, target, "pass over the block", unit_ms=1000 * fit)
+
+
+def streamed(case: Case, memory: bool) -> Row:
+    """All data as one block, in (3 + C) plain forward passes per datum and its copies."""
+    s = setup(case)
+    inputs = s.x[: measure.BATCH].repeat_interleave(case.copies, 0)
+
+    def forward() -> None:
+        with torch.no_grad():
+            s.model(inputs)
+
+    seconds, f = measure.cpu_seconds(full_batch(case), forward)
+    unit = (3 + case.classes) * f * case.inputs / len(inputs)
+    name = f"full data, kfac-{case.kfac}-N-C {case.model}, A={case.copies}, C={case.classes}"
+    row = Row(name, seconds / unit, 1.5, f"(3 + C) F per datum; MB: N={LONGER * case.subset}", unit_ms=1000 * unit)
+    if memory:
+        row.peak_mb = measure.peak_mb(full_batch, replace(case, subset=LONGER * case.subset))
+        row.target_mb = 1.1 * measure.peak_mb(full_batch, case)  # independent of N, within what repetitions differ
+    return row
+
+
+def rows(only: str, memory: bool) -> Iterator[Row]:
+    for case in TARGETS:
+        if only in str(case):
+            yield block(case, memory)
+    for case in CACHED:
+        if only in f"prior step {case}":
+            yield from cached(case, memory)
+    for case in STREAMED:
+        if only in f"full data {case}":
+            yield streamed(case, memory)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="measure only cases whose name contains this")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="measure only what has this in its name, as 'full data' or 'wrn'")
     parser.add_argument("--csv", type=Path, help="also write the table here")
-    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)  # used internally: the case to run alone
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
     arguments = parser.parse_args()
-    cases = list(TARGETS)
-    if arguments.memory is not None:
-        prepared = measure.setup(cases[arguments.memory])
-        prepared.ml.describe(prepared.x)  # planning is not what is measured
-        print(measure.peak_above_start(lambda: measure.estimate(prepared)))
-        return
-    rows = []
-    print(f"{'estimator':<44} {'units':>6} {'target':>6} {'MB':>7} {'4SKP MB':>8} {'step ms':>8}")
-    for index, case in enumerate(cases):
-        if arguments.only not in str(case):
-            continue
-        prepared = measure.setup(case)
-        step = measure.training_step(prepared, case.copies)
-        units = measure.cpu_seconds(lambda s=prepared: measure.estimate(s), 3) / step
-        memory = float("nan")
-        if not arguments.no_memory:
-            memory = float(measure.in_fresh_process("estimators.py", "--memory", str(index))) / 1e6
-        parameters = sum(p.numel() for p in prepared.model.parameters())
-        store = 4 * case.subset * (case.outputs or 10) * parameters / 1e6
-        rows.append([str(case), units, TARGETS[case], memory, store, 1000 * step])
-        print(
-            f"{case!s:<44} {units:6.2f} {TARGETS[case]:6.1f} {memory:7.0f} {store:8.0f} {1000 * step:8.0f}", flush=True
-        )
+    print(f"{'estimator':<50} {'units':>6} {'target':>6} {'MB':>6} {'target MB':>9}  {'verdict':<26} unit")
+    found = []
+    for row in rows(arguments.only, not arguments.no_memory):
+        found.append(vars(row) | {"verdict": row.verdict})
+        print(row, flush=True)
     if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["estimator", "units", "target_units", "peak_mb", "row_store_mb", "training_step_ms"])
-            writer.writerows(rows)
+        measure.write_csv(arguments.csv, found)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,38 @@
-"""Time in units of a plain training step on the same inputs; memory as a fresh process's peak above its start."""
+"""Time in units of a plain training step on the same inputs; memory as a fresh process's peak above its start.
+
+An operation is a function from a case to something to call: what it prepares is not measured, the call is.
+`python benchmarks/measure.py module:operation CASE` measures the memory of one operation alone (used by `peak_mb`).
+"""
 
 from __future__ import annotations
 
+import csv
+import importlib
+import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil
 import torch
-from laplace_marglik import GaussianPrior, MarginalLikelihood
+from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood
 from torch import Tensor, nn
 
 from ntkmarglik.augment import AffineAugmentation
 from ntkmarglik.models import build
 
 SHAPES = {"mininet": (1, 28, 28), "resnet": (3, 32, 32), "wrn": (3, 32, 32)}
-SLICE = 250  # inputs of the unit's training step at most: larger ones are run in slices and scaled linearly
+SLICE = 250  # inputs of the unit's training step at most: more are timed as a slice and scaled linearly
+BATCH = 50  # data points of a streamed batch
+LONG = 5.0  # seconds of one round after which a measurement is not repeated
 
 
 @dataclass(frozen=True)
@@ -32,12 +45,27 @@ class Case:
     copies: int = 0  # 0: no augmentation, only the prior is learned
     outputs: int | None = 1
     kfac: str = "reduce"
+    classes: int = 10
+    n_data: int = 0  # 0: a thousand times the subset
+    chunk: int | None = None  # inputs per forward pass, None: the library's choice
+    plain: bool = False  # weights of convolutions and linear maps only, all else is frozen
+
+    @property
+    def inputs(self) -> int:
+        return self.subset * max(1, self.copies)
 
     def __str__(self) -> str:
         k = "C" if self.outputs is None else self.outputs
         kind = f"-{self.kfac}" if self.structure == "kfac" else ""
         learned = f"affine, A={self.copies}" if self.copies else "prior"
-        return f"{self.structure}{kind}-{self.subset}-{k} {self.model} ({learned})"
+        classes = "" if self.classes == 10 else f", C={self.classes}"
+        data = f", N={self.n_data}" if self.n_data else ""
+        chunk = f", chunk={self.chunk}" if self.chunk else ""
+        plain = ", Conv2d and Linear only" if self.plain else ""
+        return f"{self.structure}{kind}-{self.subset}-{k} {self.model} ({learned}{classes}{data}{chunk}{plain})"
+
+
+Operation = Callable[[Case], Callable[[], object]]
 
 
 @dataclass
@@ -50,53 +78,92 @@ class Setup:
     ml: MarginalLikelihood
 
 
-def setup(case: Case, **options: object) -> Setup:
+def setup(case: Case) -> Setup:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = build(case.model, SHAPES[case.model], 10)
+    model = build(case.model, SHAPES[case.model], case.classes)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.02)
-    x, y = torch.randn(case.subset, *SHAPES[case.model]), torch.randint(10, (case.subset,))
-    augment = None
-    if case.copies:
-        augment = AffineAugmentation(case.copies, init=0.1)
+    if case.plain:
+        for module in model.modules():
+            for p in module.parameters(recurse=False):
+                p.requires_grad_(isinstance(module, nn.Conv2d | nn.Linear))
+    x, y = torch.randn(case.subset, *SHAPES[case.model]), torch.randint(case.classes, (case.subset,))
+    augment = AffineAugmentation(case.copies, init=0.1) if case.copies else None
     ml = MarginalLikelihood(
-        model, "classification", n_data=1000 * case.subset, prior=GaussianPrior(model), structure=case.structure,
-        outputs=case.outputs, kfac=case.kfac, augment=augment, **options,  # type: ignore[arg-type]
+        model, "classification", n_data=case.n_data or 1000 * case.subset, prior=GaussianPrior(model),
+        structure=case.structure, outputs=case.outputs, augment=augment, chunk=case.chunk,
+        kfac=case.kfac,  # type: ignore[arg-type]
     )  # fmt: skip
     return Setup(model, x, y, ml)
 
 
-def estimate(s: Setup) -> None:
-    """The timed operation: one estimate of the evidence and its gradient in all hyperparameters."""
-    s.ml(s.x, s.y).total.backward()
+def estimate(case: Case) -> Callable[[], object]:
+    """One estimate of the evidence and its gradient in all hyperparameters."""
+    s = setup(case)
+    s.ml.describe(s.x)  # planning happens once for a model and is not what is measured
+    columns = torch.zeros(1, dtype=torch.long) if case.outputs == 1 else None  # the same number in every run
+    return lambda: differentiated(s.ml(s.x, s.y, columns))
 
 
-def training_step(s: Setup, copies: int) -> float:
-    """CPU seconds of forward and backward on as many inputs as the estimate has."""
-    inputs = len(s.x) * max(1, copies)
-    size = min(SLICE, inputs)
-    x, y = s.x.repeat(-(-size // len(s.x)), 1, 1, 1)[:size], s.y.repeat(-(-size // len(s.y)))[:size]
+def full_batch(case: Case) -> Callable[[], object]:
+    """The evidence of one block of all `subset` data, streamed, and its gradient in all hyperparameters."""
+    s = setup(replace(case, n_data=case.subset))
+    s.ml.describe(s.x[:2])
+    loader = list(zip(s.x.split(BATCH), s.y.split(BATCH), strict=True))
+    return lambda: differentiated(s.ml.full_batch(loader))
 
-    def step() -> None:
+
+def differentiated(evidence: Evidence) -> Evidence:
+    evidence.total.backward()
+    return evidence
+
+
+def training_step(case: Case) -> Callable[[], object]:
+    """Forward and backward on as many inputs as the estimate has, SLICE at most."""
+    s, n = setup(case), min(SLICE, case.inputs)
+    x, y = s.x.repeat(-(-n // case.subset), 1, 1, 1)[:n], s.y.repeat(-(-n // case.subset))[:n]
+
+    def step(n: int = n) -> None:
         s.model.zero_grad()
-        nn.functional.cross_entropy(s.model(x), y).backward()
+        nn.functional.cross_entropy(s.model(x[:n]), y[:n]).backward()
 
-    seconds = cpu_seconds(step) * inputs / size
-    s.model.zero_grad()
-    return seconds
+    step(2)  # the libraries' own first-call allocations, which planning makes for an estimate
+    return step
 
 
-def cpu_seconds(function: Callable[[], object], repeats: int = 5, at_most: float = 20.0) -> float:
-    """The least CPU time of several runs."""
-    function()
-    times, begin = [], time.perf_counter()
-    while len(times) < repeats and (len(times) < 2 or time.perf_counter() - begin < at_most):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times)
+def timed(case: Case, operation: Operation = estimate) -> tuple[float, float]:
+    """CPU seconds of the operation and of a training step on the same inputs."""
+    seconds, step = cpu_seconds(operation(case), training_step(case))
+    return seconds, step * case.inputs / min(SLICE, case.inputs)
+
+
+def cpu_seconds(*functions: Callable[[], object], repeats: int = 3) -> list[float]:
+    """The least CPU time of each function, measured in two rounds so that a busy moment does not favour one of them."""
+    least = [math.inf] * len(functions)
+    for _ in range(2):
+        for index, function in enumerate(functions):
+            begin = time.perf_counter()
+            for _ in range(repeats):  # in a row: the second run finds caches and allocator as the first left them
+                start = time.process_time()
+                function()
+                least[index] = min(least[index], time.process_time() - start)
+                if time.perf_counter() - begin > LONG:
+                    break
+    return least
+
+
+def peak_mb(operation: Operation, case: Case) -> float:
+    """Peak megabytes of an operation of a benchmark script, above the level before its call, in a fresh process."""
+    module = Path(sys.modules[operation.__module__].__file__ or "").stem  # also when that is the running script
+    command = [sys.executable, __file__, f"{module}:{operation.__name__}", json.dumps(asdict(case))]
+    # The same packages as here, whichever copies of them are installed.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return float(done.stdout.strip().splitlines()[-1]) / 1e6
 
 
 def peak_above_start(function: Callable[[], object]) -> int:
@@ -109,11 +176,30 @@ def peak_above_start(function: Callable[[], object]) -> int:
     return int(peak.split()[1]) * 1024 - before
 
 
-def in_fresh_process(script: str, *arguments: str) -> str:
-    """The last line printed by a benchmark script run in its own process."""
-    command = [sys.executable, str(Path(__file__).parent / script), *arguments]
-    root = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": root}
-    )
-    return done.stdout.strip().splitlines()[-1]
+def row_store_mb(case: Case) -> float:
+    """4 S K P bytes: the rows of a block in float32."""
+    parameters = sum(p.numel() for p in setup(case).ml.weights.values())
+    return 4 * case.subset * (case.outputs or case.classes) * parameters / 1e6
+
+
+def chunk_of(case: Case) -> Case:
+    """The same case on as many inputs as one chunk of its estimate has."""
+    s = setup(case)
+    found = re.search(r"inputs per chunk: (\d+)", s.ml.describe(s.x))
+    assert found, "MarginalLikelihood.describe no longer names the inputs per chunk"
+    return Case(case.model, case.structure, min(int(found[1]), case.inputs, SLICE), classes=case.classes)
+
+
+def write_csv(target: Path, rows: list[dict[str, object]]) -> None:
+    """Rows as a csv file, numbers to four digits."""
+    with target.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+if __name__ == "__main__":
+    name, function = sys.argv[1].split(":")
+    alone: Operation = getattr(importlib.import_module(name), function)
+    print(peak_above_start(alone(Case(**json.loads(sys.argv[2])))))

@@ -1,0 +1,82 @@
+"""The smallest instance of every benchmark runs and says what it should; seconds are not asserted."""
+
+import csv
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from test_scripts import ROOT, run
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import estimators
+import measure
+from measure import Case
+
+
+def read(path):
+    return list(csv.DictReader(path.open()))
+
+
+def test_scaling_measures_every_axis_and_draws_it(tmp_path):
+    run("benchmarks/scaling.py", "--small", "--no-memory", "--csv", tmp_path / "s.csv", "--plot", tmp_path / "s.png")
+    rows = read(tmp_path / "s.csv")
+    assert [*dict.fromkeys(r["axis"] for r in rows)] == ["S", "A", "N", "C"]
+    assert all(float(r["units"]) > 0 and float(r["cpu_seconds"]) > 0 for r in rows)
+    assert (tmp_path / "s.png").stat().st_size > 5000
+
+
+def test_the_committed_scaling_names_the_command_of_every_row():
+    from scaling import sweeps
+
+    known = {(axis, str(case)) for axis, _, case in sweeps(small=False)}
+    rows = read(ROOT / "illustrations/data/scaling.csv")
+    assert {(r["axis"], r["case"]) for r in rows} == known
+    assert all(r["command"] == f'python benchmarks/scaling.py --axes {r["axis"]} --only "{r["case"]}"' for r in rows)
+
+
+def test_peers_compute_the_same_numbers_or_say_why_not(tmp_path):
+    run("benchmarks/peers.py", "--small", "--no-memory", "--csv", tmp_path / "peers.csv")
+    rows = read(tmp_path / "peers.csv")
+    assert {"ours", "torch.func", "laplace-torch, Curvlinops"} <= {r["method"] for r in rows}
+    for r in rows:
+        assert r["note"] or float(r["units"]) > 0
+        ours = next(o for o in rows if o["estimator"] == r["estimator"])
+        if "prior" in r["estimator"] and "BackPack" not in r["method"] and not r["note"]:  # its KFAC is another one
+            assert float(r["log_det_ratio"]) == pytest.approx(float(ours["log_det_ratio"]), rel=2e-3)
+
+
+def test_a_peer_that_fails_says_why():
+    import peers
+
+    def broken(case):
+        raise NotImplementedError("no such layer\nand more")
+
+    row = peers.compare("theirs", broken, Case("mininet", "ntk", 2), memory=False)
+    assert row["note"] == "NotImplementedError: no such layer"
+    assert math.isnan(row["units"])
+
+
+def test_prior_steps_and_streamed_data_have_rows():
+    step, several = estimators.cached(Case("mininet", "ntk", 4), memory=False)
+    assert (step.unit, step.target_units, several.unit) == ("ms", 1.5, "pass over the block")
+    row = estimators.streamed(Case("mininet", "kfac", 4, 1, None, classes=2), memory=False)
+    assert row.units > 0 and "C=2" in row.estimator
+
+
+def test_verdicts():
+    assert estimators.Row("a", 1.0, 2.0, "u", 10.0, 5.0).verdict == "memory x2.00"
+    assert estimators.Row("a", 3.0, 2.0, "u").verdict == "time x1.50"
+    assert estimators.Row("a", 1.0, 2.0, "u", 1.0, 5.0).verdict == "met"
+    assert estimators.Row("a", 1.0, math.nan, "u").verdict == "-"
+
+
+def test_memory_of_an_operation_is_measured_in_a_process_of_its_own():
+    small, large = (measure.peak_mb(measure.training_step, Case("mininet", "ntk", n)) for n in (4, 200))
+    assert 0 <= small < large
+
+
+def test_files_are_short():
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        assert len(Path(path).read_text().splitlines()) <= 250
