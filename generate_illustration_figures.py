@@ -70,9 +70,14 @@ def scaling(target: Path, source: Path = HERE / "data" / "scaling.csv") -> None:
     """Time and memory of an estimate with its gradient against S, A, N and C; grey is the predicted growth."""
     with source.open() as file:
         rows = list(csv.DictReader(file))
-    columns = {"cpu_seconds": "CPU seconds", "peak_mb": "peak memory, MB"}
+    columns = {"cpu_seconds": "CPU seconds"}
+    if all(r["peak_mb"] != "nan" for r in rows):  # memory can be left out of a run
+        columns["peak_mb"] = "peak memory, MB"
     plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150})
-    figure, grid = plt.subplots(2, 4, figsize=(10, 4.4), sharey="row", sharex="col", layout="constrained")
+    figure, grid = plt.subplots(
+        len(columns), 4, figsize=(10, 2.2 * len(columns)), sharey="row", sharex="col", squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
     figure.get_layout_engine().set(rect=(0, 0, 1, 0.94))
     for line, (column, label) in zip(grid, columns.items(), strict=True):
         for axes, axis in zip(line, AXES, strict=True):
@@ -101,7 +106,7 @@ def scaling(target: Path, source: Path = HERE / "data" / "scaling.csv") -> None:
             axes.grid(color="0.93")
             axes.set_axisbelow(True)
         line[0].set_ylabel(label)
-    for axes, name in zip(grid[1], AXES.values(), strict=True):
+    for axes, name in zip(grid[-1], AXES.values(), strict=True):
         axes.set_xlabel(name)
     for place, (estimator, colour) in enumerate({**ESTIMATORS, "predicted growth": "0.6"}.items()):
         grid[0, 0].annotate(

@@ -106,6 +106,10 @@ def block(case: Case, memory: bool) -> Row:
     return row
 
 
+def _short(case: Case) -> str:
+    return f"ntk-{case.subset}-1 {case.model}"
+
+
 def cached(case: Case, memory: bool) -> Iterator[Row]:
     """A further prior step on a cached block in milliseconds, and 50 of them in passes over the block."""
     s = setup(case)
@@ -120,10 +124,14 @@ def cached(case: Case, memory: bool) -> Iterator[Row]:
             optimizer.step()
 
     steps, fit = measure.cpu_seconds(prior_steps, lambda: s.ml.cached(s.x, s.y))
-    name = f"ntk-{case.subset}-1 {case.model}"
+    name = _short(case)
     yield Row(f"further prior step, {name}", 1000 * steps / PRIOR_STEPS, 1.5, "ms", unit_ms=1.0)
     target = math.nan if case.model == "mininet" else 1.0
     yield Row(f"{PRIOR_STEPS} prior steps, {name}", steps / fit, target, "pass over the block", unit_ms=1000 * fit)
+
+
+def _streamed_name(case: Case) -> str:
+    return f"full data, kfac-{case.kfac}-N-C {case.model}, A={case.copies}, C={case.classes}"
 
 
 def streamed(case: Case, memory: bool) -> Row:
@@ -137,7 +145,7 @@ def streamed(case: Case, memory: bool) -> Row:
 
     seconds, f = measure.cpu_seconds(full_batch(case), forward)
     unit = (3 + case.classes) * f * case.inputs / len(inputs)
-    name = f"full data, kfac-{case.kfac}-N-C {case.model}, A={case.copies}, C={case.classes}"
+    name = _streamed_name(case)
     row = Row(name, seconds / unit, 1.5, f"(3 + C) F per datum; MB: N={LONGER * case.subset}", unit_ms=1000 * unit)
     if memory:
         row.peak_mb = measure.peak_mb(full_batch, replace(case, subset=LONGER * case.subset))
@@ -150,10 +158,10 @@ def rows(only: str, memory: bool) -> Iterator[Row]:
         if only in str(case):
             yield block(case, memory)
     for case in CACHED:
-        if only in f"prior step {case}":
+        if only in f"further prior step, {PRIOR_STEPS} prior steps, {_short(case)}":
             yield from cached(case, memory)
     for case in STREAMED:
-        if only in f"full data {case}":
+        if only in _streamed_name(case):
             yield streamed(case, memory)
 
 
