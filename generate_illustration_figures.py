@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 HERE = Path(__file__).parent / "illustrations"
 
@@ -67,7 +68,10 @@ def predicted(axis: str, column: str, estimator: str, value: float) -> float:
 
 
 def scaling(target: Path, source: Path = HERE / "data" / "scaling.csv") -> None:
-    """Time and memory of an estimate with its gradient against S, A, N and C; grey is the predicted growth."""
+    """Time and memory of an estimate with its gradient against S, A, N and C.
+
+    Grey is the predicted growth, through the largest case for time and through the smallest for memory.
+    """
     with source.open() as file:
         rows = list(csv.DictReader(file))
     columns = {"cpu_seconds": "CPU seconds"}
@@ -76,9 +80,8 @@ def scaling(target: Path, source: Path = HERE / "data" / "scaling.csv") -> None:
     plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 150})
     figure, grid = plt.subplots(
         len(columns), 4, figsize=(10, 2.2 * len(columns)), sharey="row", sharex="col", squeeze=False,
-        layout="constrained",
+        layout=ConstrainedLayoutEngine(rect=(0, 0, 1, 0.94)),
     )  # fmt: skip
-    figure.get_layout_engine().set(rect=(0, 0, 1, 0.94))
     for line, (column, label) in zip(grid, columns.items(), strict=True):
         for axes, axis in zip(line, AXES, strict=True):
             own = [r for r in rows if r["axis"] == axis]
@@ -108,9 +111,9 @@ def scaling(target: Path, source: Path = HERE / "data" / "scaling.csv") -> None:
         line[0].set_ylabel(label)
     for axes, name in zip(grid[-1], AXES.values(), strict=True):
         axes.set_xlabel(name)
-    for place, (estimator, colour) in enumerate({**ESTIMATORS, "predicted growth": "0.6"}.items()):
+    for number, (estimator, colour) in enumerate({**ESTIMATORS, "predicted growth": "0.6"}.items()):
         grid[0, 0].annotate(
-            estimator, (0, 1), (58 * place, 8), "axes fraction", "offset points", color=colour, weight="bold"
+            estimator, (0, 1), (58 * number, 8), "axes fraction", "offset points", color=colour, weight="bold"
         ).set_in_layout(False)  # it may reach over the neighbouring panels
     figure.savefig(target)
     plt.close(figure)

@@ -97,7 +97,7 @@ def table(model: str, n: int, few: int, copies: int) -> list[tuple[str, Operatio
     everything = Case(model, "kfac", n, 0, None, "expand", n_data=n)
     ntk, all_outputs = Case(model, "ntk", n, n_data=n), Case(model, "ntk", few, 0, None, n_data=few)
     kfac = Case(model, "kfac", n, n_data=n)
-    rows = [("ours, full_batch", full_batch, everything)]
+    rows: list[tuple[str, Operation, Case]] = [("ours, full_batch", full_batch, everything)]
     rows += [(name, operation, everything) for name, operation in THEIRS.items()]
     rows += [("ours, full_batch", full_batch, replace(everything, copies=copies))]
     for case in (ntk, replace(ntk, copies=copies), all_outputs, replace(all_outputs, copies=1)):
