@@ -48,7 +48,7 @@ def naive(case: Case) -> Callable[[], object]:
             gram = gram + (-theta).exp().to(rows.dtype) * (rows @ rows.mT)
         log_det = s.ml.n_data / n * c / root.shape[1] * torch.logdet(torch.eye(len(gram)) + gram)
         log_likelihood = -s.ml.n_data * nn.functional.cross_entropy(f, s.y)
-        (log_likelihood - 0.5 * prior.scatter(weights) - 0.5 * log_det).backward()
+        (log_likelihood - 0.5 * prior.scatter(prior.squares(weights)) - 0.5 * log_det).backward()
         return log_det.item()
 
     return call

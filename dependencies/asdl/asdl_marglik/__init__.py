@@ -16,7 +16,7 @@ from .network import (
     tensors_of,
     trainable,
 )
-from .part import Groups, Part
+from .part import Groups, Part, Settled
 from .plan import Plan, PlanChanged, make_plan
 from .rules import Call, Rule, register
 from .selection import RootRows, Selection
@@ -41,6 +41,7 @@ __all__ = [
     "RootRows",
     "Rule",
     "Selection",
+    "Settled",
     "arrange",
     "augmented",
     "check_finite",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .chunk import Chunk, Form, Request
 from .linalg import log_det_identity_plus, weighted_sum
-from .part import Groups, Memory, Part
+from .part import Groups, Memory, Part, Settled
 
 if TYPE_CHECKING:
     from .structure import Problem
@@ -217,12 +217,26 @@ class Gram(Part):
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
+        return log_det_identity_plus(mixed_gram(self._total(statistics[0], scale, log_precision), mixing))
+
+    def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
+        grams = torch.stack([mixed_gram(gram.double(), mixing) for gram in statistics[0]])
+        return lambda scale, log_precision: log_det_identity_plus(self._total(grams, scale, log_precision))
+
+    def _total(self, grams: Tensor, scale: Tensor, log_precision: Tensor) -> Tensor:
+        """V P0^-1 V^T of all weights together."""
         weights = torch.exp(-log_precision[self.shared])
         if self.elementwise:
             weights = torch.cat([weights, weights.new_ones(1)])
-        gram = weighted_sum(scale * weights, statistics[0])
-        if mixing is not None:
-            n, k, r = mixing.shape
-            gram = torch.einsum("ikr,ikjl->irjl", mixing, gram.reshape(n, k, n, k))
-            gram = torch.einsum("irjl,jls->irjs", gram, mixing).reshape(n * r, n * r)
-        return log_det_identity_plus(gram)
+        return weighted_sum(scale * weights, grams)
+
+
+def mixed_gram(gram: Tensor, mixing: Tensor | None) -> Tensor:
+    """Gram matrix of the root rows, from that of the seeded rows."""
+    if mixing is None:
+        return gram
+    n, k, r = mixing.shape
+    if k == r == 1:
+        return mixing.reshape(n, 1) * gram * mixing.reshape(1, n)
+    gram = torch.einsum("ikr,ikjl->irjl", mixing, gram.reshape(n, k, n, k))
+    return torch.einsum("irjl,jls->irjs", gram, mixing).reshape(n * r, n * r)

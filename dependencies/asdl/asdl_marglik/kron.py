@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .chunk import Chunk, Form, Request
 from .linalg import eigenvalues, second_moment
-from .part import Group, Memory, Part, mix
+from .part import Group, Memory, Part, Settled, mix
 
 if TYPE_CHECKING:
     from .structure import Problem
@@ -123,27 +123,34 @@ class Kron(Part):
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
+        inputs, outputs = self._factors(statistics, mixing)
+        theta = log_precision[self.group]
+        if isinstance(self.group, int):
+            return _log_det(self._spectrum(inputs, 0), self._spectrum(outputs, 1), scale, theta)
+        d, o = inputs.shape[-1], outputs.shape[-1]
+        table = theta.reshape(-1, d, o).mT if self.transposed else theta.reshape(-1, o, d)  # [groups, O, D]
+        row_effect = table.mean(2)
+        column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
+        alpha, beta = self._spectrum(inputs, 0, column_effect), self._spectrum(outputs, 1, row_effect)
+        return _log_det(alpha, beta, scale, table.new_zeros(()))
+
+    def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
+        if not isinstance(self.group, int):
+            return super().settled(statistics, mixing)
+        inputs, outputs = self._factors(statistics, mixing)
+        alpha, beta = self._spectrum(inputs, 0), self._spectrum(outputs, 1)
+        return lambda scale, log_precision: _log_det(alpha, beta, scale, log_precision[self.group])
+
+    def _factors(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both factors in float64, or their root rows [N, groups, D]."""
         inputs, outputs = (s.to(torch.float64) for s in statistics)
         if self.kinds[1] == "rows":
-            outputs = mix(outputs, mixing).flatten(0, 2)  # [N R T, groups, O]
-        if self.kinds[0] == "rows":
-            inputs = inputs.flatten(0, 1)
-        d = inputs.shape[-1]
-        theta = log_precision[self.group]
-        row_effect = column_effect = None
-        if isinstance(self.group, slice):
-            o = outputs.shape[-1]
-            table = theta.reshape(-1, d, o).mT if self.transposed else theta.reshape(-1, o, d)  # [groups, O, D]
-            row_effect = table.mean(2)
-            column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
-            theta = table.new_zeros(())
-        alpha = self._spectrum(inputs, self.kinds[0], column_effect)
-        beta = self._spectrum(outputs, self.kinds[1], row_effect)
-        return torch.log1p(scale * torch.exp(-theta) * beta[:, :, None] * alpha[:, None, :]).sum()
+            outputs = mix(outputs, mixing).flatten(0, 2)
+        return inputs.flatten(0, 1) if self.kinds[0] == "rows" else inputs, outputs
 
-    def _spectrum(self, factor: Tensor, kind: str, log_scale: Tensor | None) -> Tensor:
+    def _spectrum(self, factor: Tensor, which: int, log_scale: Tensor | None = None) -> Tensor:
         """Eigenvalues [groups, m] of a factor given by its rows [N, groups, D] or itself [groups, D, D]."""
-        if kind == "rows":
+        if self.kinds[which] == "rows":
             if log_scale is not None:
                 factor = factor * torch.exp(-log_scale / 2)
             factor = factor.movedim(1, 0)
@@ -153,3 +160,8 @@ class Kron(Part):
             root = torch.exp(-log_scale / 2)
             factor = root[:, :, None] * factor * root[:, None, :]
         return eigenvalues(factor)
+
+
+def _log_det(alpha: Tensor, beta: Tensor, scale: Tensor, theta: Tensor) -> Tensor:
+    """sum_jk log(1 + scale beta_j alpha_k / precision), over all groups."""
+    return torch.log1p(scale * torch.exp(-theta) * beta[:, :, None] * alpha[:, None, :]).sum()

@@ -46,6 +46,8 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, matrices: Tensor) -> Tensor:
         ctx.save_for_backward(weights, matrices)
+        if matrices.dtype == weights.dtype:
+            return (weights @ matrices.flatten(1)).view(matrices.shape[1:])
         total = torch.zeros(matrices.shape[1:], dtype=torch.float64, device=matrices.device)
         for weight, matrix in zip(weights, matrices, strict=True):
             total += weight * matrix
@@ -57,7 +59,10 @@ class _WeightedSum(torch.autograd.Function):
         cotangent = cotangents[0]
         weights_bar = matrices_bar = None
         if ctx.needs_input_grad[0]:
-            weights_bar = torch.stack([(cotangent * matrix).sum() for matrix in matrices])
+            if matrices.dtype == cotangent.dtype:
+                weights_bar = matrices.flatten(1) @ cotangent.flatten()
+            else:
+                weights_bar = torch.stack([(cotangent * matrix).sum() for matrix in matrices])
         if ctx.needs_input_grad[1]:
             matrices_bar = (weights[:, None, None] * cotangent).to(matrices.dtype)
         return weights_bar, matrices_bar

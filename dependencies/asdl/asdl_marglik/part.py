@@ -8,7 +8,7 @@ mixing alone. `pull` is the way back: the cotangents of the statistics, for one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ from .chunk import Chunk, Request
 if TYPE_CHECKING:
     from .structure import Problem
 
+Settled = Callable[[Tensor, Tensor], Tensor]  # (scale, log_precision) -> log-determinant
 Group = int | slice  # entry of the log precision vector that a weight shares, or its own entries (one per element)
 Groups = Mapping[str, Group]
 
@@ -79,6 +80,10 @@ class Part(ABC):
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
         """The log-determinant in float64: mixing [n, K, R] is still to be applied to "rows", scale multiplies H."""
+
+    def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
+        """`log_det_ratio` as a function of the prior, for many evaluations: what does not depend on it is done once."""
+        return lambda scale, log_precision: self.log_det_ratio(statistics, mixing, scale, log_precision)
 
 
 def mix(rows: Tensor, mixing: Tensor | None) -> Tensor:

@@ -69,6 +69,11 @@ class Passes:
     def summary_depends_on_precision(self) -> bool:
         return any(isinstance(part, Gram) and part.elementwise for part in self.parts)
 
+    @property
+    def rows_of_data(self) -> tuple[Tensor, Tensor]:
+        """Targets and columns of all data seen."""
+        return torch.cat(self.targets), torch.cat(self.columns)
+
     def augmented(self, x: Inputs, index: int) -> Inputs:
         """Copies [n, A, ...] of a batch, the same ones in both passes."""
         if self.augment is None:

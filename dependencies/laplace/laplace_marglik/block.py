@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from asdl_marglik import Passes
+from asdl_marglik import Passes, Settled
+from torch import Tensor
 
 from .evidence import Status
 
@@ -19,6 +20,8 @@ class PreparedBlock:
     n_data_blocks: float
     n_column_blocks: float
     status: Status
+    squares: Tensor  # of the weights, for the scatter
+    log_dets: list[Settled] = field(default_factory=list)  # as functions of the prior, where all else stays
 
     @property
     def n_blocks(self) -> float:

@@ -141,7 +141,10 @@ class MarginalLikelihood:
     def cached(
         self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
     ) -> Callable[[], Evidence]:
-        """A function that evaluates this block again for the current prior, noise and temperature, at S x S cost."""
+        """A function that evaluates this block again for the current prior, noise and temperature, at S x S cost.
+
+        Everything else stays as it was, the weights included.
+        """
         return self._with_plan(lambda: self._reusable(self._single_block(x, y, columns, block, reuse=True)))
 
     def full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Evidence:
@@ -289,7 +292,9 @@ class MarginalLikelihood:
     def _block(self, passes: Passes, k: int, plan: Plan, n_data_blocks: float, n_column_blocks: float) -> PreparedBlock:
         true_root = self.root != "paper" or self.likelihood.diagonal or k == plan.output_shape.numel()
         status = status_of(self.structure, true_root, everything=n_data_blocks * n_column_blocks == 1)
-        return PreparedBlock(passes, plan.output_shape, n_data_blocks, n_column_blocks, status)
+        check_weights(self.model)
+        squares = self.prior.squares(self.weights)
+        return PreparedBlock(passes, plan.output_shape, n_data_blocks, n_column_blocks, status, squares)
 
     def _reusable(self, block: PreparedBlock) -> Callable[[], Evidence]:
         if self.likelihood.root_parameters():
@@ -297,29 +302,33 @@ class MarginalLikelihood:
                 "a cached evaluation follows prior, noise and temperature only, and this likelihood has other "
                 "learnable parameters; freeze them or evaluate ml(x, y) anew"
             )
+        passes = block.passes
         with torch.no_grad():
-            statistics(block.passes, self.prior.log_precision)
+            f, parts = statistics(passes, self.prior.log_precision)
+            if not passes.summary_depends_on_precision:
+                mixing = passes.rule.weights(f, *passes.rows_of_data)
+                block.log_dets = [p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)]
         return lambda: self._evidence(block)
 
     def _evidence(self, block: PreparedBlock) -> Evidence:
         passes = block.passes
-        check_weights(self.model)
         if not self.prior.log_precision.isfinite().all():
             raise MarglikError("the prior's log_precision contains NaN or infinity")
         f, parts = statistics(passes, self.prior.log_precision)
-        y, columns = torch.cat(passes.targets), torch.cat(passes.columns)
-        mixing = passes.rule.weights(f, y, columns)
         theta, scale = self.prior.log_precision.double(), self.likelihood.curvature_scale()
-        log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
-        log_prob = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), y).sum()
-        if not log_prob.isfinite():
-            each = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), y)
+        if block.log_dets:
+            log_dets = [settled(scale, theta) for settled in block.log_dets]
+        else:
+            mixing = passes.rule.weights(f, *passes.rows_of_data)
+            log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
+        each = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), passes.rows_of_data[0])
+        if not each.isfinite().all():
             raise MarglikError(
                 f"the log-likelihood of datum {int((~each.isfinite()).nonzero()[0])} is not finite; check its target"
             )
         return Evidence(
-            log_likelihood=block.n_data_blocks * log_prob * torch.exp(-self.likelihood.log_temperature.double()),
-            scatter=self.prior.scatter(self.weights),
+            log_likelihood=block.n_data_blocks * each.sum() * torch.exp(-self.likelihood.log_temperature.double()),
+            scatter=self.prior.scatter(block.squares),
             log_det_ratio=block.n_blocks * torch.stack(log_dets).sum(),
             n_blocks=block.n_blocks,
             status=block.status,

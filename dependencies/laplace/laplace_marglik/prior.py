@@ -70,15 +70,20 @@ class GaussianPrior(nn.Module):
             deviations[name] = w - (mean.to(w) if isinstance(mean, Tensor) else mean)
         return deviations
 
-    def scatter(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """(w - mean)^T P0 (w - mean) in float64; differentiable in the precision, not in the weights."""
-        theta = self.log_precision.double()
-        squares = torch.zeros_like(theta).detach()
+    def squares(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Sum of (w - mean)^2 for each entry of the precision, in float64, as a constant."""
+        squares = torch.zeros_like(self.log_precision, dtype=torch.float64, requires_grad=False)
         for name, deviation in self.deviations(weights).items():
-            square = deviation.detach().double().square()
-            group = self.groups[name]
-            squares[group] += square.sum() if isinstance(group, int) else square.flatten()
-        return (theta.exp() * squares).sum()
+            group, deviation = self.groups[name], deviation.detach()
+            if isinstance(group, int):
+                squares[group] += torch.linalg.vector_norm(deviation, dtype=torch.float64).square()
+            else:
+                squares[group] += deviation.double().square().flatten()
+        return squares
+
+    def scatter(self, squares: Tensor) -> Tensor:
+        """(w - mean)^T P0 (w - mean) from `squares`; differentiable in the precision, not in the weights."""
+        return (self.log_precision.double().exp() * squares).sum()
 
     def penalty(self, weights: Mapping[str, Tensor]) -> Tensor:
         """The same quadratic form for training the weights: differentiable in them, not in the precision."""
