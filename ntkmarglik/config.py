@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-import yaml
 
 from .errors import NtkMarglikError
+from .flags import flag, with_files
 
 Method = Literal["map", "ntk", "full", "blockdiag", "kfac", "diag"]
 
@@ -174,7 +173,7 @@ class Config:
         defaults, flags = Config().flat(), []
         for name, value in self.flat().items():
             if value != defaults[name]:
-                flags.extend(_flag(name, value))
+                flags.extend(flag(name, value))
         return flags
 
     def command(self, script: str = "classification_image.py") -> str:
@@ -187,67 +186,7 @@ def parse(arguments: Sequence[str] | None = None) -> Config:
     given = list(sys.argv[1:] if arguments is None else arguments)
     return tyro.cli(
         tyro.conf.OmitArgPrefixes[Config],
-        args=_with_files(given),
+        args=with_files(given, Config().flat()),
         prog="classification_image.py",
         description=f"{Config.__doc__}\n\n--config FILE.yaml reads settings from a file; flags override it.",
     )
-
-
-def _with_files(arguments: list[str]) -> list[str]:
-    """Arguments with the settings of `--config` files placed before all others."""
-    from_files: list[str] = []
-    rest: list[str] = []
-    position = 0
-    while position < len(arguments):
-        argument = arguments[position]
-        if argument == "--config" or argument.startswith("--config="):
-            inline = argument.partition("=")[2]
-            if not inline:
-                position += 1
-                if position == len(arguments):
-                    raise NtkMarglikError("--config needs the name of a yaml file.")
-                inline = arguments[position]
-            from_files.extend(_flags_of(Path(inline)))
-        else:
-            rest.append(argument)
-        position += 1
-    return from_files + rest
-
-
-def _flags_of(path: Path) -> list[str]:
-    try:
-        settings = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise NtkMarglikError(f"Cannot read the configuration {path}: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise NtkMarglikError(f"{path} is not valid yaml: {error}") from error
-    if settings is None:
-        return []
-    if not isinstance(settings, dict):
-        raise NtkMarglikError(
-            f"{path} must hold settings as `name: value` lines, but holds a {type(settings).__name__}."
-        )
-    defaults = Config().flat()
-    flags: list[str] = []
-    for key, value in settings.items():
-        name = str(key).replace("-", "_")
-        if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise NtkMarglikError(f"{path}: unknown setting {key!r}.{hint} --help lists all of them.")
-        if value is None:
-            continue
-        if isinstance(value, dict | list):
-            raise NtkMarglikError(f"{path}: {key} must be a single value, but is {value!r}.")
-        if isinstance(value, bool) != isinstance(defaults[name], bool):
-            expected = "true or false" if isinstance(defaults[name], bool) else f"a value like {defaults[name]!r}"
-            raise NtkMarglikError(f"{path}: {key} must be {expected}, but is {value!r}.")
-        flags.extend(_flag(name, value))
-    return flags
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    return [f"--{flag}", str(value)]
