@@ -14,7 +14,7 @@ import tyro
 from .errors import NtkMarglikError
 from .flags import flag, with_files
 
-Method = Literal["map", "ntk", "full", "blockdiag", "kfac", "diag"]
+Method = Literal["map", "augerino", "ntk", "full", "blockdiag", "kfac", "diag"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Estimator:
     """How the marginal likelihood is estimated."""
 
     method: Method = "ntk"
-    """Curvature structure of the evidence; map learns no hyperparameters."""
+    """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss."""
     subset: int = 500
     """Data points S in a block; 0 = all."""
     outputs: int = 1
@@ -33,6 +33,8 @@ class Estimator:
     """How data are dealt into blocks: at random, or class by class."""
     root: Literal["paper", "fisher", "symmetric", "eigen"] = "paper"
     """Root of the likelihood's curvature; paper is the published estimator, the others give true bounds."""
+    aug_block: int = 0
+    """With all data in the block (kfac, diag): data points for each gradient of the augmentation; 0 = all."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
 
@@ -69,6 +71,8 @@ class Hyperparameters:
     """Transformed copies A of each input over which the outputs are averaged."""
     aug_init: float = 0.05
     """Initial ranges of the transformations."""
+    augerino_regulariser: float = 0.01
+    """Reward of augerino for wide ranges."""
     flip: bool = False
     """Mirror copies left and right at random."""
 

@@ -16,6 +16,7 @@ from .train import hyper_epochs
 
 FEW = 32  # data points of a first timing
 PATIENCE = 2.0  # seconds that a timing may take
+UNESTIMATED = ("map", "augerino")  # methods that take no steps on the evidence
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def check_settings(config: Config) -> None:
             raise NtkMarglikError(f"--{name.replace('_', '-')} must be greater than 0, but is {value}.")
     not_negative = {
         "subset": config.estimator.subset, "outputs": config.estimator.outputs, "n_data": config.problem.n_data,
+        "aug_block": config.estimator.aug_block,
         "burnin": training.burnin, "prior_steps": training.prior_steps, "aug_steps": training.aug_steps,
         "lr_min": training.lr_min, "lr_hyp": training.lr_hyp, "lr_hyp_min": training.lr_hyp_min,
         "lr_aug": training.lr_aug, "lr_aug_min": training.lr_aug_min, "seed": run.seed, "threads": run.threads,
@@ -76,9 +78,13 @@ def check_settings(config: Config) -> None:
             raise NtkMarglikError(f"--{name.replace('_', '-')} must not be negative, but is {value}.")
     if hyper.flip and hyper.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
+    if config.estimator.method == "augerino" and hyper.augment == "none":
+        raise NtkMarglikError("--method augerino learns the ranges of an augmentation and needs --augment affine.")
+    if config.estimator.aug_block and (config.estimator.subset or config.estimator.method not in ("kfac", "diag")):
+        raise NtkMarglikError("--aug-block is for estimators of all data: --method kfac or diag with --subset 0.")
     if run.device == "cuda" and not torch.cuda.is_available():
         raise NtkMarglikError("--device cuda, but torch sees no GPU here; use --device cpu or auto.")
-    if config.estimator.method != "map" and not hyper_epochs(training):
+    if config.estimator.method not in UNESTIMATED and not hyper_epochs(training):
         raise NtkMarglikError(
             f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every {training.frequency} "
             f"epochs from epoch {training.burnin} on (--frequency, --burnin). Use --burnin 1 --frequency 1, or "
@@ -100,7 +106,7 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         )
     modules = [sum(p.numel() for p in module.parameters(recurse=False)) for module in problem.model.modules()]
     sizes = Sizes(
-        structure="ntk" if estimator.method == "map" else estimator.method,
+        structure="ntk" if estimator.method in UNESTIMATED else estimator.method,
         modules=tuple(size for size in modules if size),
         groups=problem.prior.log_precision.numel() if config.hyperparameters.prior != "diagonal" else 0,
         subset=estimator.subset or data.n_data,
@@ -145,7 +151,7 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     total = training.epochs * steps_per_epoch * weight_seconds
     weights = f"{training.epochs} epochs x {steps_per_epoch} steps x {1000 * weight_seconds:.1f} ms"
     evidence = "none"
-    if method.learns:
+    if method.learns_by == "evidence":
         rounds, steps = len(hyper_epochs(training)), _steps_per_round(config, problem)
         hyper_seconds = _evidence_seconds(sizes, problem, method)
         evidence = f"{rounds} rounds x {steps} estimates x {1000 * hyper_seconds:.1f} ms"
@@ -175,6 +181,9 @@ def _steps_per_round(config: Config, problem: Problem) -> int:
     """Curvatures computed in a round: one a step; on all data, the prior takes its steps on one."""
     training = config.training
     aug_steps = training.aug_steps if problem.augment is not None else 0
+    if config.estimator.aug_block:
+        # the pass over all data and its blocks' second passes, in units of two passes over all data
+        return 1 + round(aug_steps * config.estimator.aug_block / problem.data.n_data)
     if config.estimator.subset in (0, problem.data.n_data):
         return aug_steps + (training.prior_steps > aug_steps)
     return max(training.prior_steps, aug_steps)

@@ -113,8 +113,8 @@ def read_summary(path: Path) -> Metrics | None:
 def name_of(config: Config) -> str:
     """METHOD-S-K, as the paper writes it; N and C mean all."""
     estimator = config.estimator
-    if estimator.method == "map":
-        return "map"
+    if estimator.method in ("map", "augerino"):
+        return estimator.method
     return f"{estimator.method}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
 
 

@@ -9,36 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from laplace_marglik import Evidence
-from torch import Tensor, nn
+from torch import Tensor
 
-from .config import Training
 from .errors import NtkMarglikError
 from .evaluate import evaluate
+from .interrupts import deferred_interrupts
 from .machine import peak_memory
 from .methods import Method, Problem, Round
 from .mirrors import Metrics
+from .schedule import cosine, hyper_epochs, set_rate, weight_optimizer
 from .track import RunFolder
 
 EVALUATIONS = 50  # of the test set in a run, when their spacing is not given
-
-
-def cosine(step: int, total: int, first: float, last: float) -> float:
-    """Learning rate of step 0 ... total - 1, falling from `first` to `last` along half a cosine."""
-    progress = min(1.0, step / max(1, total - 1))
-    return last + (first - last) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def hyper_epochs(training: Training) -> list[int]:
-    """The epochs (counted from 1) that end with a round of hyperparameter steps."""
-    return [e for e in range(1, training.epochs + 1) if e >= max(1, training.burnin) and e % training.frequency == 0]
 
 
 class Trainer:
@@ -48,11 +36,11 @@ class Trainer:
         self.problem, self.method = problem, method
         self.training = problem.config.training
         self.batches = torch.Generator().manual_seed(problem.config.run.seed)
-        self.weights = _weight_optimizer(problem.model, self.training)
+        self.weights = weight_optimizer(problem.model, self.training)
         augment = [] if problem.augment is None else list(problem.augment.parameters())
         self.prior = torch.optim.Adam(problem.prior.parameters(), self.training.lr_hyp)
         self.augment = torch.optim.Adam(augment, self.training.lr_aug) if augment else None
-        self.rounds = hyper_epochs(self.training) if method.learns else []
+        self.rounds = hyper_epochs(self.training) if method.learns_by == "evidence" else []
         self.epoch = 0
         self.steps = {"weights": 0, "prior": 0, "augment": 0}
         self.seconds = {"total": 0.0, "weights": 0.0, "hyper": 0.0}
@@ -64,7 +52,7 @@ class Trainer:
     def run(self, folder: RunFolder, after_epoch: Callable[[Metrics], None] | None = None) -> None:
         """Train to the last epoch; an interrupt ends the run after the epoch it falls in, with a checkpoint."""
         saved = -math.inf
-        with _deferred_interrupts() as interrupted:
+        with deferred_interrupts() as interrupted:
             while not self.finished:
                 with self.timed("total"):
                     metrics = self._epoch()
@@ -93,6 +81,8 @@ class Trainer:
         if self.epoch in self.rounds:
             with self.timed("hyper"):
                 metrics |= self._hyper_round()
+        if self.method.learns:
+            metrics |= _augmentation(self.problem)
         if self.epoch % self._eval_every == 0 or self.finished:
             for split in ("train", "test"):
                 metrics |= {f"{split}_{name}": value for name, value in self.evaluate(split).items()}
@@ -114,11 +104,13 @@ class Trainer:
         self.problem.model.train()
         for index in order.split(training.batch_size):
             rate = cosine(self.steps["weights"], per_epoch * training.epochs, training.lr, training.lr_min)
-            _set_rate(self.weights, rate)
+            set_rate(self.weights, rate)
             self.weights.zero_grad()
             loss = self.method.loss(data.x_train[index], data.y_train[index])
             loss.backward()
             self.weights.step()
+            if self.method.learns_by == "loss":
+                self._follow_the_loss(per_epoch * training.epochs)
             for mean, parameter in zip(gradient, parameters, strict=True):
                 if parameter.grad is not None:
                     mean.add_(parameter.grad, alpha=len(index) / data.n_data)
@@ -133,6 +125,16 @@ class Trainer:
             )
         return {"loss": mean_loss, "map_gradient_norm": torch.stack([g.norm() for g in gradient]).norm().item()}
 
+    def _follow_the_loss(self, total: int) -> None:
+        """A step of the augmentation down the gradient that the weights' loss has left in it."""
+        if self.augment is None:
+            return
+        set_rate(self.augment, cosine(self.steps["augment"], total, self.training.lr_aug, self.training.lr_aug_min))
+        self.augment.step()
+        self.augment.zero_grad()
+        self.problem.project()
+        self.steps["augment"] += 1
+
     def _hyper_round(self) -> Metrics:
         training, moved = self.training, self.augment is not None
         n_prior, n_augment = training.prior_steps, training.aug_steps if moved else 0
@@ -140,10 +142,10 @@ class Trainer:
 
         def set_rates(step: int) -> None:
             done = self.steps["prior"] + step
-            _set_rate(self.prior, cosine(done, total * n_prior, training.lr_hyp, training.lr_hyp_min))
+            set_rate(self.prior, cosine(done, total * n_prior, training.lr_hyp, training.lr_hyp_min))
             if self.augment is not None:
                 done = self.steps["augment"] + step
-                _set_rate(self.augment, cosine(done, total * n_augment, training.lr_aug, training.lr_aug_min))
+                set_rate(self.augment, cosine(done, total * n_augment, training.lr_aug, training.lr_aug_min))
 
         round_ = Round(self.prior, self.augment, n_prior, n_augment, set_rates)
         self.problem.model.eval()
@@ -219,7 +221,7 @@ def _refuse_other_settings(stored: dict[str, Any], given: dict[str, Any]) -> Non
 
 def _described(evidence: Evidence, problem: Problem) -> Metrics:
     n = problem.data.n_data
-    described: Metrics = {
+    return {
         "log_marglik": evidence.total.item() / n,
         "log_marglik_error": None if evidence.standard_error is None else evidence.standard_error / n,
         "log_marglik_status": evidence.status,
@@ -228,44 +230,8 @@ def _described(evidence: Evidence, problem: Problem) -> Metrics:
         "evidence_log_det_ratio": evidence.log_det_ratio.item() / n,
         "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
     }
+
+
+def _augmentation(problem: Problem) -> Metrics:
     eta = getattr(problem.augment, "eta", None)
-    if isinstance(eta, Tensor):
-        described["augmentation"] = eta.detach().tolist()
-    return described
-
-
-def _weight_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
-    """Adam, or SGD with momentum and a tenth of the rate for scalar parameters (Fixup)."""
-    if training.optimizer == "adam":
-        return torch.optim.Adam(model.parameters(), training.lr)
-    scalars = [p for p in model.parameters() if p.numel() == 1]
-    others = [p for p in model.parameters() if p.numel() > 1]
-    groups = [{"params": p, "factor": f} for p, f in ((others, 1.0), (scalars, 0.1)) if p]
-    return torch.optim.SGD(groups, training.lr, momentum=0.9)
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("factor", 1.0)
-
-
-@contextlib.contextmanager
-def _deferred_interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether an interrupt (Ctrl-C, SIGTERM) has come; a second one acts at once."""
-    received: list[int] = []
-
-    def note(number: int, _: Any) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-        print("\nstopping after this epoch; interrupt again to stop at once", file=sys.stderr)
-
-    try:
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: leave signals alone
-        previous = {}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return {"augmentation": eta.detach().tolist()} if isinstance(eta, Tensor) else {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from .augerino import Augerino
 from .base import Method, Problem, Round
 from .laplace import Laplace
 from .map import Map
@@ -10,6 +11,7 @@ __all__ = ["METHODS", "Method", "Problem", "Round"]
 
 METHODS: dict[str, Callable[[Problem], Method]] = {
     "map": Map,
+    "augerino": Augerino,
     "ntk": Laplace,
     "full": Laplace,
     "blockdiag": Laplace,

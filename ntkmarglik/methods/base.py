@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from laplace_marglik import ClassPartition, Evidence, GaussianPrior, MarginalLikelihood, Partition
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data import Dataset
+
+LearnsBy = Literal["nothing", "loss", "evidence"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class Problem:
             outputs=estimator.outputs or None, columns=estimator.columns, root=estimator.root, kfac=estimator.kfac,
             augment=self.augment, generator=self.generator,
         )  # fmt: skip
+
+    def project(self) -> None:
+        """Bring the augmentation back to where it is defined; to be called after each of its steps."""
+        project = getattr(self.augment, "project_", None)
+        if project is not None:
+            project()
 
     def partition(self) -> Partition:
         """Blocks of the configured kind; all data when the subset is 0."""
@@ -62,11 +71,16 @@ class Round:
 class Method(ABC):
     """A loss for the weights, rounds of hyperparameter steps, and a final score."""
 
-    learns = True
+    learns_by: LearnsBy = "evidence"  # where the gradients of its hyperparameters come from
     structure = "ntk"  # of the curvature by which its evidence is measured
 
     def __init__(self, problem: Problem):
         self.problem = problem
+
+    @property
+    def learns(self) -> bool:
+        """Whether it has a baseline: the same run without learning."""
+        return self.learns_by != "nothing"
 
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

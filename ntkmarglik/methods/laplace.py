@@ -7,17 +7,19 @@ from collections.abc import Callable
 import torch
 from laplace_marglik import Evidence
 
-from .base import Problem, Round
+from .base import LearnsBy, Problem, Round
+from .block_gradient import evidence_by_blocks
 from .map import Map
 
 
 class Laplace(Map):
     """Gradient steps on the evidence of a block of data; a new block for every step.
 
-    With all data in the block the curvature is computed once a round, and the prior takes its steps on it.
+    With all data in the block the curvature is computed once a round, and the prior takes its steps on it; steps of the
+    augmentation need it anew, or, with `--aug-block`, a gradient from a block of that size.
     """
 
-    learns = True
+    learns_by: LearnsBy = "evidence"
 
     def __init__(self, problem: Problem):
         super().__init__(problem, problem.config.estimator.method)
@@ -30,11 +32,15 @@ class Laplace(Map):
     def learn(self, round_: Round) -> None:
         self.partition.redraw()
         cached: Callable[[], Evidence] | None = None
+        size = self.problem.config.estimator.aug_block
+        if self.full_batch and size and round_.augment_steps:
+            problem = self.problem
+            cached = evidence_by_blocks(self.ml, problem.data, min(size, problem.data.n_data), problem.generator)
         for step in range(round_.steps):
             moves_augmentation = step < round_.augment_steps
             if not self.full_batch:
                 evidence = self._on_block()
-            elif moves_augmentation:
+            elif moves_augmentation and not size:
                 evidence = self.ml.full_batch(self.batches())
             else:
                 cached = cached or self.ml.cached_full_batch(self.batches())
@@ -61,7 +67,5 @@ class Laplace(Map):
             parameter.grad = gradient
         for optimizer in optimizers:
             optimizer.step()
-        project = getattr(self.problem.augment, "project_", None)
-        if project is not None:
-            project()
+        self.problem.project()
         round_.evidences.append(evidence.detach())

@@ -6,7 +6,7 @@ import torch
 from laplace_marglik import Evidence
 from torch import Tensor
 
-from .base import Method, Problem
+from .base import LearnsBy, Method, Problem
 
 SCORED_BLOCKS = 20  # blocks averaged for the final evidence of a stochastic estimator
 
@@ -18,7 +18,7 @@ class Map(Method):
     compared with.
     """
 
-    learns = False
+    learns_by: LearnsBy = "nothing"
 
     def __init__(self, problem: Problem, structure: str = "ntk"):
         super().__init__(problem)

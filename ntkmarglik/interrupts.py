@@ -1,0 +1,31 @@
+"""Interrupts that wait for the end of an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether an interrupt (Ctrl-C, SIGTERM) has come; a second one acts at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        print("\nstopping after this epoch; interrupt again to stop at once", file=sys.stderr)
+
+    try:
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: leave signals alone
+        previous = {}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
