@@ -29,5 +29,5 @@ class Augerino(Map):
         f = problem.model(copies.flatten(0, 1)).unflatten(0, copies.shape[:2]).mean(1)
         data = -self.ml.likelihood.log_prob(f, y).mean()
         decay = problem.prior.penalty(self.ml.weights) / (2 * problem.data.n_data)
-        reward = torch.stack([p.square().sum() for p in problem.augment.parameters()]).sum().sqrt()
+        reward = torch.cat([p.flatten() for p in problem.augment.parameters()]).norm()
         return data + decay - problem.config.hyperparameters.augerino_regulariser * reward

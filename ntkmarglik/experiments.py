@@ -1,0 +1,71 @@
+"""The paper's experiments: their settings by id and scale, and estimators by the names the paper gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from .config import Config, parse
+from .errors import NtkMarglikError
+from .track import name_of
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+Scale = Literal["full", "small"]
+# settings that say where and how a run runs, not what it computes
+ABOUT_THE_RUN = {
+    *("seed", "device", "threads", "out", "data_root", "resume", "baseline", "eval_every", "checkpoint_seconds"),
+    *("memory_budget", "wandb", "tensorboard", "dry_run"),
+}
+
+
+def load(*names: str, scale: Scale = "full") -> Config:
+    """The settings in configs/NAME.yaml, later names overriding; at small scale with those of configs/small/NAME.yaml.
+
+    Several names put one experiment upon another: the timing of bound-prior is `load("bound-prior", "timing")`.
+    """
+    files = [CONFIGS / f"{name}.yaml" for name in names]
+    if scale == "small":
+        files = [f for file in files for f in (file, CONFIGS / "small" / file.name) if f is file or f.exists()]
+    return parse([argument for file in files for argument in ("--config", str(file))])
+
+
+def estimator(label: str) -> dict[str, Any]:
+    """The settings that METHOD-S-K stands for (N and C mean all), as in "KFAC-N-1"; also "MAP" and "Augerino"."""
+    method, *sizes = label.lower().split("-")
+    if not sizes and method in ("map", "augerino"):
+        return {"method": method}
+    try:
+        subset, outputs = sizes
+        return {"method": method, "subset": _size(subset, "n"), "outputs": _size(outputs, "c")}
+    except ValueError:
+        raise NtkMarglikError(f"An estimator is METHOD-S-K, MAP or Augerino, but {label!r} is none of these.") from None
+
+
+def _size(text: str, everything: str) -> int:
+    return 0 if text == everything else int(text)
+
+
+def label_of(config: Config) -> str:
+    """The estimator's name in tables, with what differs from the paper's default choices."""
+    estimator, name = config.estimator, name_of(config)
+    if "-" not in name:
+        return name
+    root = [] if estimator.root == "paper" else [f"({estimator.root})"]
+    columns = ["iid"] if estimator.columns == "iid" else []
+    grouped = ["grouped"] if estimator.partition == "class" else []
+    return " ".join([name, *root, *columns, *grouped])
+
+
+def difference(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings of what is computed that differ: name -> (value in config, value in other)."""
+    ours, theirs = config.flat(), other.flat()
+    return {name: (ours[name], theirs[name]) for name in ours if name not in ABOUT_THE_RUN and ours[name] != theirs[name]}
+
+
+def described(changes: dict[str, tuple[Any, Any]]) -> str:
+    """A difference in words: "epochs 300 -> 40, n_data all -> 2000"."""
+
+    def word(name: str, value: Any) -> Any:
+        return "all" if value == 0 and name in ("n_data", "subset", "outputs", "aug_block") else value
+
+    return ", ".join(f"{name} {word(name, old)} -> {word(name, new)}" for name, (old, new) in changes.items())
