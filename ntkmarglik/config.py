@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from .errors import NtkMarglikError
-from .flags import flag, with_files
+from .settings import Settings, parse_as
 
 Method = Literal["map", "augerino", "ntk", "full", "blockdiag", "kfac", "diag"]
 
@@ -142,8 +139,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     """Train an image classifier while learning its hyperparameters by marginal likelihood."""
+
+    script = "classification_image.py"
 
     estimator: Estimator = field(default_factory=Estimator)
     problem: Problem = field(default_factory=Problem)
@@ -151,46 +150,7 @@ class Config:
     training: Training = field(default_factory=Training)
     run: Run = field(default_factory=Run)
 
-    def flat(self) -> dict[str, Any]:
-        """All settings by name, as plain values."""
-        settings = {}
-        for group in fields(self):
-            part = getattr(self, group.name)
-            for setting in fields(part):
-                value = getattr(part, setting.name)
-                settings[setting.name] = str(value) if isinstance(value, Path) else value
-        return settings
-
-    def updated(self, **changes: Any) -> Config:
-        """A copy with some settings changed by name."""
-        groups = {}
-        for group in fields(self):
-            part = getattr(self, group.name)
-            own = {name: changes.pop(name) for name in list(changes) if hasattr(part, name)}
-            groups[group.name] = replace(part, **own)
-        if changes:
-            raise NtkMarglikError(f"Unknown setting {next(iter(changes))!r}; known are {', '.join(self.flat())}.")
-        return Config(**groups)
-
-    def arguments(self) -> list[str]:
-        """The flags that differ from the defaults, as a shell would pass them."""
-        defaults, flags = Config().flat(), []
-        for name, value in self.flat().items():
-            if value != defaults[name]:
-                flags.extend(flag(name, value))
-        return flags
-
-    def command(self, script: str = "classification_image.py") -> str:
-        """The command line that gives this configuration."""
-        return shlex.join(["python", script, *self.arguments()])
-
 
 def parse(arguments: Sequence[str] | None = None) -> Config:
     """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags override it."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return tyro.cli(
-        tyro.conf.OmitArgPrefixes[Config],
-        args=with_files(given, Config().flat()),
-        prog="classification_image.py",
-        description=f"{Config.__doc__}\n\n--config FILE.yaml reads settings from a file; flags override it.",
-    )
+    return parse_as(Config, arguments)

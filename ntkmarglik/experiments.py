@@ -59,7 +59,9 @@ def label_of(config: Config) -> str:
 def difference(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     """Settings of what is computed that differ: name -> (value in config, value in other)."""
     ours, theirs = config.flat(), other.flat()
-    return {name: (ours[name], theirs[name]) for name in ours if name not in ABOUT_THE_RUN and ours[name] != theirs[name]}
+    return {
+        name: (ours[name], theirs[name]) for name in ours if name not in ABOUT_THE_RUN and ours[name] != theirs[name]
+    }
 
 
 def described(changes: dict[str, tuple[Any, Any]]) -> str:

@@ -109,13 +109,13 @@ def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
         shown += [final, *(value for _, value in points)]
     axes.set_xlabel("epoch")
     axes.set_title(title)
-    axes.set_ylim(*_window(shown, [summary[key] for _, summary in runs.values()]))
+    axes.set_ylim(*window(shown, [summary[key] for _, summary in runs.values()]))
     axes.set_xlim(0, max((m["epoch"] for epochs, _ in runs.values() for m in epochs), default=1))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.5, columnspacing=1.2)
 
 
-def _window(values: list[float], finals: list[float]) -> tuple[float, float]:
+def window(values: list[float], finals: list[float]) -> tuple[float, float]:
     """Limits that show all but the first steep part of a rise, and where every run ends."""
     ordered = sorted(values)
     low, high = min([ordered[len(ordered) // 10], *finals]), max(ordered)

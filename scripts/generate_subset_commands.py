@@ -17,7 +17,7 @@ def experiments(scale: Scale) -> list[Experiment]:
             settings = {"dataset": dataset, "n_data": size}
             configs += runs(["cifar-subsets"], scale, ("NTK-400-1", "KFAC-400-1"), **settings)
             configs += runs(["cifar-subsets", "cifar-subsets-full"], scale, ["KFAC-N-C"], **settings)
-    seeds, reduced = ((0, 1, 2), "") if scale == "full" else ((0, 1), "subsets of 500 to 2000, 2 seeds")
+    seeds, reduced = ((0, 1, 2), "") if scale == "full" else ((0,), "subsets of 500 to 2000, 1 seed")
     return [Experiment("cifar-subsets", ("cifar-subsets",), "Figures 7, 14-16", seeds, tuple(configs), reduced)]
 
 

@@ -1,0 +1,16 @@
+"""Figures by name: each draws csv files of a folder into a picture."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from . import methods, pareto, subsets, traces
+
+FIGURES: dict[str, Callable[[Path, Path], None]] = {
+    name: draw for module in (methods, traces, pareto, subsets) for name, draw in module.FIGURES.items()
+}
+# figures of the paper
+NUMBERS = {
+    "1": "pareto_lila", "7": "subsets", "8": "traces_lila", "9": "traces_lila_doubly", "10": "traces_prior",
+    "11": "traces_prior_doubly", "13": "pareto_prior", "14": "subsets_evidence", "15": "subsets",
+    "16": "subsets_accuracy",
+}  # fmt: skip

@@ -1,0 +1,131 @@
+"""What every program's settings can do: read flags and yaml files, and give the command that makes them again."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import tyro
+import yaml
+
+from .errors import NtkMarglikError
+
+S = TypeVar("S", bound="Settings")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Groups of settings, each a dataclass with defaults; names are unique over all groups."""
+
+    script: ClassVar[str]  # the program that these are the settings of
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by name, as plain values."""
+        settings = {}
+        for group in fields(self):
+            part = getattr(self, group.name)
+            for setting in fields(part):
+                value = getattr(part, setting.name)
+                settings[setting.name] = str(value) if isinstance(value, Path) else value
+        return settings
+
+    def updated(self: S, **changes: Any) -> S:
+        """A copy with some settings changed by name."""
+        groups = {}
+        for group in fields(self):
+            part = getattr(self, group.name)
+            own = {name: changes.pop(name) for name in list(changes) if hasattr(part, name)}
+            groups[group.name] = replace(part, **own)
+        if changes:
+            raise NtkMarglikError(f"Unknown setting {next(iter(changes))!r}; known are {', '.join(self.flat())}.")
+        return type(self)(**groups)
+
+    def arguments(self) -> list[str]:
+        """The flags that differ from the defaults, as a shell would pass them."""
+        defaults, flags = type(self)().flat(), []
+        for name, value in self.flat().items():
+            if value != defaults[name]:
+                flags.extend(_flag(name, value))
+        return flags
+
+    def command(self, script: str = "") -> str:
+        """The command line that gives this configuration."""
+        return shlex.join(["python", script or self.script, *self.arguments()])
+
+
+def parse_as(kind: type[S], arguments: Sequence[str] | None = None) -> S:
+    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags override it."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return tyro.cli(
+        kind,
+        config=(tyro.conf.OmitArgPrefixes,),
+        args=_with_files(given, kind().flat()),
+        prog=kind.script,
+        description=f"{kind.__doc__}\n\n--config FILE.yaml reads settings from a file; flags override it.",
+    )
+
+
+def _with_files(arguments: list[str], defaults: dict[str, Any]) -> list[str]:
+    """Arguments with the settings of `--config` files placed before all others."""
+    from_files: list[str] = []
+    rest: list[str] = []
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        if argument == "--config" or argument.startswith("--config="):
+            inline = argument.partition("=")[2]
+            if not inline:
+                position += 1
+                if position == len(arguments):
+                    raise NtkMarglikError("--config needs the name of a yaml file.")
+                inline = arguments[position]
+            from_files.extend(_flags_of(Path(inline), defaults))
+        else:
+            rest.append(argument)
+        position += 1
+    return from_files + rest
+
+
+def _flags_of(path: Path, defaults: dict[str, Any]) -> list[str]:
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise NtkMarglikError(f"Cannot read the configuration {path}: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise NtkMarglikError(f"{path} is not valid yaml: {error}") from error
+    if settings is None:
+        return []
+    if not isinstance(settings, dict):
+        raise NtkMarglikError(
+            f"{path} must hold settings as `name: value` lines, but holds a {type(settings).__name__}."
+        )
+    flags: list[str] = []
+    for key, value in settings.items():
+        name = str(key).replace("-", "_")
+        if name not in defaults:
+            close = difflib.get_close_matches(name, defaults, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise NtkMarglikError(f"{path}: unknown setting {key!r}.{hint} --help lists all of them.")
+        if value is None:
+            continue
+        several = isinstance(defaults[name], tuple) and isinstance(value, list)
+        if isinstance(value, dict | list) and not several:
+            raise NtkMarglikError(f"{path}: {key} must be a single value, but is {value!r}.")
+        if isinstance(value, bool) != isinstance(defaults[name], bool):
+            expected = "true or false" if isinstance(defaults[name], bool) else f"a value like {defaults[name]!r}"
+            raise NtkMarglikError(f"{path}: {key} must be {expected}, but is {value!r}.")
+        flags.extend(_flag(name, value))
+    return flags
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    values = value if isinstance(value, tuple | list) else [value]
+    return [f"--{flag}", *map(str, values)]

@@ -1,0 +1,187 @@
+"""Table 1 and Table 2 of the paper from runs, the published number beside each measured one.
+
+python scripts/make_tables.py --table 1 runs/cifar runs/cifar-lila --format latex
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ntkmarglik import experiments, records
+from ntkmarglik.config import Config, parse
+from ntkmarglik.records import Row
+
+PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
+REFERENCE = "kfac-n-c"  # times are relative to it
+BLOCKS = {"none": "prior", "affine": "invariance"}
+# settings by which rows and columns differ; the caption states the others
+OF_THE_ROW = {"method", "subset", "outputs", "columns", "partition", "root", "aug_block", "dataset"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a table of the paper shows."""
+
+    number: str
+    title: str
+    datasets: dict[str, str]
+    columns: dict[str, str]
+    experiments: dict[str, str]  # block -> experiment with its settings
+
+
+LAYOUTS = {
+    "1": Layout(
+        "1", "Stochastic marginal likelihood estimators on CIFAR",
+        {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"},
+        {"log_marglik": "log q", "test_log_likelihood": "log lik.", "test_accuracy": "acc. [%]", "time": "time"},
+        {"prior": "cifar", "invariance": "cifar-lila"},
+    ),
+    "2": Layout(
+        "2", "Hyperparameter learning on TinyImageNet", {"tinyimagenet": "TinyImageNet"},
+        {"test_log_likelihood": "log likelihood", "test_accuracy": "accuracy [%]"},
+        {"prior": "tiny", "invariance": "tiny-lila"},
+    ),
+}  # fmt: skip
+
+
+def rows_from(given: Sequence[Path]) -> list[Row]:
+    """Runs in folders, and rows of csv files."""
+    folders = records.run_folders(path for path in given if path.suffix != ".csv")
+    return [records.run_row(folder) for folder in folders] + [
+        row for path in given if path.suffix == ".csv" for row in records.read(path)
+    ]
+
+
+def body(layout: Layout, rows: list[Row], published: list[Row]) -> Iterator[list[str]]:
+    """The lines of the table: block, estimator, and a cell per data set and column."""
+    for block in layout.experiments:
+        own = [row for row in rows if BLOCKS[row["augment"]] == block]
+        printed = records.grouped([p for p in published if p["h"] == block], "estimator")
+        found = list(dict.fromkeys(row["estimator"] for row in own))
+        partner = {name: _partner(name, found) for (name,) in printed}
+        extra = [label for label in found if label not in partner.values()]
+        for name, label in [*partner.items(), *((label.upper(), label) for label in extra)]:
+            yield [block, name, *_cells(layout, [r for r in own if r["estimator"] == label], own, printed.get((name,)))]
+
+
+def _partner(name: str, found: list[str]) -> str | None:
+    """The measured estimator of a published name: the same, or the same but for how blocks are drawn."""
+    exact = [label for label in found if label.lower() == name.lower()]
+    return next(iter(exact or [label for label in found if label.lower().split()[0] == name.lower()]), None)
+
+
+def _cells(layout: Layout, runs: list[Row], block: list[Row], published: list[Row] | None) -> Iterator[str]:
+    for dataset in layout.datasets:
+        own = [row for row in runs if row["dataset"] == dataset]
+        reference = [r for r in block if r["dataset"] == dataset and r["estimator"].lower() == REFERENCE]
+        beside = next((p for p in published or [] if p["dataset"] == dataset), {})
+        for column in layout.columns:
+            measured, paper = _measured(column, own, reference), beside.get(column) or "-"
+            yield measured if measured == paper == "-" else f"{measured} ({paper})"
+
+
+def _measured(column: str, own: list[Row], reference: list[Row]) -> str:
+    if column == "time":
+        if not own or not reference:
+            return "-"
+        return f"{100 * _seconds(own) / _seconds(reference):.0f}%"
+    if column == "log_marglik" and own and own[0]["estimator"] == "map":
+        return "-"  # it maximises none
+    accuracy = column == "test_accuracy"
+    return records.as_text([(100 if accuracy else 1) * v for v in records.values(own, column)], 1 if accuracy else 2)
+
+
+def _seconds(rows: list[Row]) -> float:
+    """Mean training time, without evaluation."""
+    times = zip(records.values(rows, "seconds_weights"), records.values(rows, "seconds_hyper"), strict=True)
+    return records.mean_and_error([sum(parts) for parts in times])[0]
+
+
+def caption(layout: Layout, rows: list[Row]) -> str:
+    """What is shown, and how the runs differ from the paper's."""
+    parts = [f"{layout.title}: measured, mean ± standard error over seeds (in brackets: published)."]
+    if "time" in layout.columns:
+        parts.append("Time of training relative to KFAC-N-C.")
+    for block, experiment in layout.experiments.items():
+        own = [row for row in rows if BLOCKS[row["augment"]] == block]
+        parts.append(f"{block.capitalize()}: {_scale(own, experiment)}." if own else f"{block.capitalize()}: not run.")
+    return " ".join(parts)
+
+
+def _scale(rows: list[Row], experiment: str) -> str:
+    """In what all runs of a block differ from the paper's settings."""
+    paper = experiments.load(experiment)
+    differences = [
+        {n: c for n, c in experiments.difference(paper, _config(row)).items() if n not in OF_THE_ROW} for row in rows
+    ]
+    common = {
+        name: change for name, change in differences[0].items() if all(d.get(name) == change for d in differences)
+    }
+    seeds = sorted({len({m["seed"] for m in own}) for own in records.grouped(rows, "dataset", "estimator").values()})
+    counted = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
+    reduced = f"not the paper's size ({experiments.described(common)})" if common else "the paper's settings"
+    return f"{reduced}, {counted} seed{'' if seeds[-1] == 1 else 's'}"
+
+
+def _config(row: Row) -> Config:
+    return parse(shlex.split(row["command"])[2:])
+
+
+def markdown(layout: Layout, lines: list[list[str]], text: str) -> str:
+    """The table in Markdown."""
+    heads = [f"{d} {c}" for d in layout.datasets.values() for c in layout.columns.values()]
+    shown = [["h", "estimator", *heads], ["---"] * (2 + len(heads)), *lines]
+    return "\n".join([f"**Table {layout.number}.** {text}", "", *(f"| {' | '.join(line)} |" for line in shown)])
+
+
+def latex(layout: Layout, lines: list[list[str]], text: str) -> str:
+    """The table in LaTeX, for booktabs."""
+
+    def escaped(cell: str) -> str:
+        for plain, special in (("%", r"\%"), ("_", r"\_"), ("±", r"$\pm$"), ("~", r"$\sim$"), ("->", r"$\to$")):
+            cell = cell.replace(plain, special)
+        return cell
+
+    width = len(layout.columns)
+    groups = " & ".join(rf"\multicolumn{{{width}}}{{c}}{{{name}}}" for name in layout.datasets.values())
+    heads = " & ".join(escaped(name) for _ in layout.datasets for name in layout.columns.values())
+    content = []
+    for position, (block, *cells) in enumerate(lines):
+        if position and block != lines[position - 1][0]:
+            content.append(r"\midrule")
+        first = block if not position or block != lines[position - 1][0] else ""
+        content.append(" & ".join(map(escaped, [first, *cells])) + r" \\")
+    return "\n".join([
+        r"\begin{table}", r"\centering", rf"\caption{{{escaped(text)}}}",
+        rf"\begin{{tabular}}{{ll{'c' * width * len(layout.datasets)}}}", r"\toprule",
+        rf" & & {groups} \\", rf"$h$ & estimator & {heads} \\", r"\midrule", *content,
+        r"\bottomrule", r"\end{tabular}", r"\end{table}",
+    ])  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, folders of them, or csv files of runs")
+    parser.add_argument("--table", choices=tuple(LAYOUTS), default="1")
+    parser.add_argument("--format", choices=("markdown", "latex"), default="markdown")
+    given = parser.parse_args()
+    layout = LAYOUTS[given.table]
+    rows = [row for row in rows_from(given.runs) if row["dataset"] in layout.datasets]
+    if not rows:
+        parser.error(f"there are no finished runs on {' or '.join(layout.datasets)} in these folders")
+    published = [p for p in records.read(PUBLISHED) if p["table"] == layout.number]
+    lines = list(body(layout, rows, published))
+    render = {"markdown": markdown, "latex": latex}[given.format]
+    print(render(layout, lines, caption(layout, rows)))
+
+
+if __name__ == "__main__":
+    main()
