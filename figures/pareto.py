@@ -71,8 +71,8 @@ def _draw(axes: Axes, points: list[Point]) -> None:
         method, single = (parts["method"], parts["outputs"] != "C") if parts else (point.label, True)
         colour, alpha = STRUCTURES[method], 1.0 if point in best else FAINT
         axes.errorbar(
-            point.seconds, point.value, yerr=point.error or None, fmt=MARKERS[method], color=colour, alpha=alpha,
-            markersize=5, markerfacecolor=colour if single else "white", linewidth=0.8,
+            point.seconds, point.value, yerr=(point.error or None) if point in best else None, fmt=MARKERS[method],
+            color=colour, alpha=alpha, markersize=5, markerfacecolor=colour if single else "white", linewidth=0.8,
             zorder=3 if point in best else 2,
         )  # fmt: skip
     x, y = [p.seconds for p in best], [p.value for p in best]
@@ -87,6 +87,8 @@ def _window(axes: Axes, points: list[Point], best: list[Point]) -> None:
     spread = max(high - low, 1e-3)
     floor = max(min(p.value for p in points), low - spread)
     axes.set_ylim(floor - 0.08 * spread, high + 0.25 * spread)
+    first, last = min(p.seconds for p in points), max(p.seconds for p in points)
+    axes.set_xlim(first / (last / first) ** 0.6, last * (last / first) ** 0.08)  # names stand left of the front
     below = sum(p.value < floor for p in points)
     if below:
         axes.text(
@@ -95,16 +97,13 @@ def _window(axes: Axes, points: list[Point], best: list[Point]) -> None:
 
 
 def _name(axes: Axes, best: list[Point]) -> None:
-    """Names of the front's points above them, moved up where they would meet."""
+    """Names left of the front's points and above, where nothing can be; moved up where they would meet."""
     place, (low, high) = -np.inf, axes.get_ylim()
     for point in best:
-        height = (point.value - low) / (high - low) + 0.045
-        place = max(height, place + 0.055) if place > height - 0.3 else height
-        parts = ESTIMATOR.fullmatch(point.label)
-        axes.annotate(
-            point.label, (point.seconds, point.value), (point.seconds, low + place * (high - low)), fontsize=6,
-            ha="right", color=STRUCTURES[parts["method"]] if parts else "black", va="bottom",
-        )  # fmt: skip
+        place = max((point.value - low) / (high - low) + 0.015, place + 0.05)
+        colour = STRUCTURES[point.label.split("-")[0]]
+        at = (point.seconds / 1.08, low + place * (high - low))
+        axes.text(*at, point.label, fontsize=6, ha="right", va="bottom", color=colour)
 
 
 def _legend(axes: Axes, structures: set[str]) -> None:

@@ -19,7 +19,7 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.records import Row, read
 from ntkmarglik.report import COLOURS, STYLE
 
-STRUCTURES = {"map": "#000000", "full": "#000000", "ntk": COLOURS[0], "blockdiag": COLOURS[2], "kfac": COLOURS[1]}
+STRUCTURES = {"map": "#777777", "full": "#000000", "ntk": COLOURS[0], "blockdiag": COLOURS[2], "kfac": COLOURS[1]}
 STRUCTURES |= {"diag": COLOURS[3], "augerino": COLOURS[4]}
 ESTIMATOR = re.compile(r"(?P<method>\w+)-(?P<subset>\d+|N)-(?P<outputs>\d+|C)(?P<variant>.*)")
 GAP = 0.075  # of the height of a panel between two labels
@@ -50,7 +50,7 @@ def rows_of(folder: Path, name: str) -> list[Row]:
 
 def shades(number: int) -> list[str]:
     """Colours of an ordered quantity, from light to dark."""
-    return [to_hex(plt.get_cmap("viridis")(0.88 - 0.88 * i / max(1, number - 1))) for i in range(number)]
+    return [to_hex(plt.get_cmap("viridis")(0.82 - 0.82 * i / max(1, number - 1))) for i in range(number)]
 
 
 def label_ends(axes: Axes, labels: list[Label], x: float = 1.02) -> None:

@@ -23,16 +23,22 @@ STYLES = {"N": ("black", "--", "s")}  # all data
 
 def subsets(quantity: str, folder: Path, target: Path) -> None:
     """One quantity against the size of the subset, mean and standard error over seeds; a panel per transformation."""
-    datasets = grouped(rows_of(folder, "runs_cifar_subsets.csv"), "dataset")
+    rows = sorted(
+        rows_of(folder, "runs_cifar_subsets.csv"), key=lambda row: list(VARIANTS).index(_variant(row["dataset"]))
+    )
+    datasets = grouped(rows, "dataset")
     with sheet(target, 1, len(datasets), (2.0, 2.0), sharey="row") as (line,):
         ends = []
-        for axes, ((dataset,), rows) in zip(line, datasets.items(), strict=True):
-            ends.append(_panel(axes, rows, quantity))
-            base, _, variant = dataset.partition("_")
-            axes.set_title(f"{base}, {VARIANTS.get(variant, variant)}")
+        for axes, ((dataset,), own) in zip(line, datasets.items(), strict=True):
+            ends.append(_panel(axes, own, quantity))
+            axes.set_title(f"{dataset.partition('_')[0]}, {VARIANTS[_variant(dataset)]}")
             axes.set_xlabel("training data N")
         line[0].set_ylabel(NAMES[quantity])
         label_ends(line[-1], ends[-1])
+
+
+def _variant(dataset: str) -> str:
+    return dataset.partition("_")[2]
 
 
 def _panel(axes: Axes, rows: list[Row], quantity: str) -> list[Label]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ ABOUT_THE_RUN = {
 }
 
 
+@functools.cache  # a generator asks for the same settings many times
 def load(*names: str, scale: Scale = "full") -> Config:
     """The settings in configs/NAME.yaml, later names overriding; at small scale with those of configs/small/NAME.yaml.
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from figures import NUMBERS
 from ntkmarglik.config import Config, parse
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+DOCUMENTS = sorted(path for part in (".", "docs", "benchmarks", "illustrations") for path in ROOT.glob(f"{part}/*.md"))
 SCRIPT = "python classification_image.py"
 
 
@@ -41,6 +42,15 @@ def test_the_parser_takes_it(document, command, monkeypatch, capsys):
             parse(arguments)
     else:
         assert isinstance(parse(arguments), Config)
+
+
+def test_the_commands_of_tables_and_figures_exist():
+    text = (ROOT / "illustrations/README.md").read_text()
+    named = [shlex.split(part) for found in re.findall(r"`(python [^`]+)`", text) for part in re.split(r"&&|>", found)]
+    programs = [words for words in named if words[0] == "python"]
+    assert len(programs) > 10 and all((ROOT / words[1]).exists() for words in programs)
+    shown = {n for words in programs if "--figures" in words for n in words[words.index("--figures") + 1 :]}
+    assert shown == set(NUMBERS)
 
 
 def blocks(language):

@@ -33,8 +33,9 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
         settings = ["--n-data", 60, "--subset", 20, "--epochs", 2, "--burnin", 1, "--frequency", 1, "--prior-steps", 2]
-        run(ROOT / "classification_image.py", *settings, "--seed", seed, "--out", folder / str(seed), cwd=folder)
-    return folder
+        out = folder / "bound-prior" / str(seed)
+        run(ROOT / "classification_image.py", *settings, "--seed", seed, "--out", out, cwd=folder)
+    return folder / "bound-prior"
 
 
 def test_summary_table_and_csv_of_runs(runs, tmp_path):
@@ -46,6 +47,23 @@ def test_summary_table_and_csv_of_runs(runs, tmp_path):
     mean = sum(float(r["test_log_likelihood"]) for r in rows if r["estimator"] == "map") / 2
     assert f"{mean:.3f}" in out
     assert all(str(runs) not in r["command"] for r in rows)
+
+
+def test_traces_have_a_row_for_every_evaluation_and_name_their_command(runs, tmp_path):
+    run("scripts/summarise_runs.py", runs, "--traces", tmp_path / "traces.csv")
+    rows = list(csv.DictReader((tmp_path / "traces.csv").open()))
+    assert [(r["estimator"], r["seed"], r["epoch"]) for r in rows[:3]] == [
+        ("ntk-20-1", "0", "1"), ("ntk-20-1", "0", "2"), ("map", "0", "1")
+    ]  # fmt: skip
+    assert rows[0]["command"].startswith("python classification_image.py") and rows[1]["command"] == ""
+    assert float(rows[1]["log_marglik"]) < 0 and rows[2]["log_marglik"] == ""  # MAP estimates none in training
+
+
+def test_figures_are_drawn_from_run_folders(runs, tmp_path):
+    source = ["--source", "runs", "--runs", runs.parent, "--data", tmp_path / "data", "--out", tmp_path]
+    out = run("generate_illustration_figures.py", *source, "--figures", "10", "11")
+    assert out.split() == [str(tmp_path / "traces_prior.png"), str(tmp_path / "traces_prior_doubly.png")]
+    assert {p.name for p in (tmp_path / "data").iterdir()} == {"runs_bound_prior.csv", "traces_bound_prior.csv"}
 
 
 def test_figures_are_drawn_from_the_committed_csv_files(tmp_path):
