@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -117,18 +118,28 @@ def caption(layout: Layout, rows: list[Row]) -> str:
 
 
 def _scale(rows: list[Row], experiment: str) -> str:
-    """In what all runs of a block differ from the paper's settings."""
-    paper = experiments.load(experiment)
-    differences = [
-        {n: c for n, c in experiments.difference(paper, _config(row)).items() if n not in OF_THE_ROW} for row in rows
-    ]
+    """In what the runs of a block differ from the paper's settings."""
+    differences = [_difference(_config(row), experiment) for row in rows]
     common = {
         name: change for name, change in differences[0].items() if all(d.get(name) == change for d in differences)
     }
+    some = sorted({name for d in differences for name in d} - set(common))
     seeds = sorted({len({m["seed"] for m in own}) for own in records.grouped(rows, "dataset", "estimator").values()})
     counted = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
-    reduced = f"not the paper's size ({experiments.described(common)})" if common else "the paper's settings"
+    changes = [experiments.described(common)] if common else []
+    changes += [f"in some runs also {', '.join(some)}"] if some else []
+    reduced = f"not the paper's size ({'; '.join(changes)})" if changes else "the paper's settings"
     return f"{reduced}, {counted} seed{'' if seeds[-1] == 1 else 's'}"
+
+
+def _difference(config: Config, experiment: str) -> dict[str, tuple[Any, Any]]:
+    """Changed settings of a run; estimators of all data have settings of their own where there is a file for them."""
+    own, left_out = f"{experiment}-full", OF_THE_ROW
+    whole = config.estimator.subset == 0 and (experiments.CONFIGS / f"{own}.yaml").exists()
+    if whole:
+        left_out = left_out | {"aug_steps"}  # one for each block
+    paper = experiments.load(experiment, own) if whole else experiments.load(experiment)
+    return {name: c for name, c in experiments.difference(paper, config).items() if name not in left_out}
 
 
 def _config(row: Row) -> Config:

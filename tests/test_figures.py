@@ -124,10 +124,12 @@ def test_panels_hold_their_family_in_order():
 def test_curves_are_means_over_seeds_and_are_named_at_their_end(drawn):
     picture = drawn("traces_prior")
     evidence, kernel, test, _ = picture.axes
-    (small, large) = kernel.lines
+    small, large, whole = kernel.lines
     assert list(small.get_xdata()) == [3, 6, 9]
     assert small.get_ydata()[-1] == pytest.approx(-3 + LABELS.index("ntk-10-C") / 10 + 0.01)
-    assert [t.get_text() for t in kernel.texts] == ["S = 100", "S = 10"] and large.get_color() != small.get_color()
+    assert [t.get_text() for t in kernel.texts] == ["S = 100", "S = 10", "S = N"]
+    assert len({line.get_color() for line in (small, large, whole)}) == 3
+    assert list(whole.get_ydata()) == list(evidence.lines[0].get_ydata())  # NTK-N-C is the full curvature
     assert "MAP" not in [t.get_text() for t in evidence.texts] and "MAP" in [t.get_text() for t in test.texts]
 
 

@@ -23,6 +23,7 @@ def made_up(generator, tmp_path, scale="small", seeds=(0, 1, 2), without=()):
                     "command": config.updated(seed=seed).command(),
                 })  # fmt: skip
     path = tmp_path / f"{generator}.csv"
+    tmp_path.mkdir(exist_ok=True)
     records.write(path, records.RUN_COLUMNS, [row for row in rows if row["estimator"] not in without])
     return path
 
@@ -63,6 +64,10 @@ def test_table_1_has_the_layout_of_the_paper(table, tmp_path):
 def test_a_run_at_the_papers_size_is_said_to_be_one(table, tmp_path):
     text = table(made_up("cifar", tmp_path, "full"))
     assert "Prior: the paper's settings, 3 seeds. Invariance: not run." in text
+    whole = table(made_up("cifar", tmp_path, "full"), made_up("lila", tmp_path, "full"))
+    assert "Invariance: the paper's settings, 3 seeds." in whole
+    mixed = table(made_up("cifar", tmp_path, "full"), made_up("tiny", tmp_path), made_up("cifar", tmp_path / "small"))
+    assert "in some runs also" in mixed and "the paper's settings" not in mixed  # a reduced run is never hidden
     assert "| prior | NTK-500-1 IID |" in text and "GROUPED" in text  # variants without a published number
 
 
