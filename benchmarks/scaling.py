@@ -78,9 +78,9 @@ def main() -> None:
         measure.write_csv(target, rows)
     if arguments.plot:
         sys.path.insert(0, str(ROOT))
-        from generate_illustration_figures import scaling
+        from figures.scaling import scaling
 
-        scaling(arguments.plot, target or DATA)
+        scaling(target or DATA, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from . import methods, pareto, subsets, traces
+from . import methods, pareto, scaling, subsets, traces
 
 FIGURES: dict[str, Callable[[Path, Path], None]] = {
-    name: draw for module in (methods, traces, pareto, subsets) for name, draw in module.FIGURES.items()
+    name: draw for module in (methods, traces, pareto, subsets, scaling) for name, draw in module.FIGURES.items()
 }
 # figures of the paper
 NUMBERS = {
