@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from . import methods, pareto, scaling, subsets, traces
+from . import bound_slack, methods, pareto, scaling, subsets, traces
 
 FIGURES: dict[str, Callable[[Path, Path], None]] = {
-    name: draw for module in (methods, traces, pareto, subsets, scaling) for name, draw in module.FIGURES.items()
+    name: draw
+    for module in (methods, bound_slack, traces, pareto, subsets, scaling)
+    for name, draw in module.FIGURES.items()
 }
 # figures of the paper
 NUMBERS = {
-    "1": "pareto_lila", "7": "subsets", "8": "traces_lila", "9": "traces_lila_doubly", "10": "traces_prior",
+    "1": "pareto_lila", "3": "bounds_parametric", "4": "bounds_ntk", "5": "bounds_doubly", "6": "bounds_single",
+    "12": "bounds_grouped", "7": "subsets", "8": "traces_lila", "9": "traces_lila_doubly", "10": "traces_prior",
     "11": "traces_prior_doubly", "13": "pareto_prior", "14": "subsets_evidence", "15": "subsets",
     "16": "subsets_accuracy",
 }  # fmt: skip

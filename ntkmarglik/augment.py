@@ -101,14 +101,17 @@ class AffineAugmentation(nn.Module):
         eta = self.eta.to(dtype or self.eta.dtype)
         # Ranges that are not learned keep their value and get no gradient.
         eta = torch.where(self.learned.bool(), eta, eta.detach())
-        eps = 2 * torch.rand(n * self.samples, len(RANGES), device=eta.device, dtype=eta.dtype) - 1
-        algebra = (eps * eta) @ self.basis.to(eta.dtype).flatten(1)
+        algebra = (self.draws(n, eta) * eta) @ self.basis.to(eta.dtype).flatten(1)
         theta = torch.linalg.matrix_exp(algebra.view(-1, 3, 3))[:, :2]
         if self.flip:
             side = 2.0 * torch.randint(2, (len(theta), 1), device=eta.device) - 1
             mirror = torch.cat([side, torch.ones_like(side)], 1).to(eta.dtype)
             theta = theta * mirror.unsqueeze(2)
         return theta
+
+    def draws(self, n: int, like: Tensor) -> Tensor:
+        """The random directions eps [n * A, 6] of n images."""
+        return 2 * torch.rand(n * self.samples, len(RANGES), device=like.device, dtype=like.dtype) - 1
 
     @torch.no_grad()
     def project_(self) -> None:

@@ -8,19 +8,22 @@ import pytest
 
 from figures import NUMBERS
 from ntkmarglik.config import Config, parse
+from ntkmarglik.grid.config import GridConfig
+from ntkmarglik.grid.config import parse as parse_grid
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(path for part in (".", "docs", "benchmarks", "illustrations") for path in ROOT.glob(f"{part}/*.md"))
 SCRIPT = "python classification_image.py"
+PARSERS = {SCRIPT: (parse, Config), "python bound_grid.py": (parse_grid, GridConfig)}
 
 
 def commands(text):
-    """The runner's commands in fenced blocks, continued lines joined, and nothing else of a chain of commands."""
+    """The programs' commands in fenced blocks, continued lines joined, and nothing else of a chain of commands."""
     found = []
     for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"&&|;|\|", line.removeprefix("$ ")):
-                if part.strip().startswith(SCRIPT):
+                if part.strip().startswith(tuple(PARSERS)):
                     found.append(part.strip())
     return found
 
@@ -37,11 +40,12 @@ def test_commands_are_found():
 def test_the_parser_takes_it(document, command, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)  # files of --config are named from there
     arguments = shlex.split(command, comments=True)[2:]
+    parser, kind = next(found for script, found in PARSERS.items() if command.startswith(script))
     if arguments == ["--help"]:
         with pytest.raises(SystemExit, match="0"):
-            parse(arguments)
+            parser(arguments)
     else:
-        assert isinstance(parse(arguments), Config)
+        assert isinstance(parser(arguments), kind)
 
 
 def test_the_commands_of_tables_and_figures_exist():

@@ -4,6 +4,7 @@ from .budget import Arrangement, arrange, free_memory, largest_fitting
 from .chunk import Chunk
 from .errors import CurvatureError
 from .fast import ALL, FastPaths
+from .kernel import mixed_gram
 from .linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
 from .network import (
     check_finite,
@@ -56,6 +57,7 @@ __all__ = [
     "make_plan",
     "map_inputs",
     "matches",
+    "mixed_gram",
     "parts_of",
     "psd_sqrt",
     "register",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .chunk import Chunk, Request
-from .linalg import log_det_identity_plus
+from .linalg import eigenvalues, log_det_identity_plus
 from .part import Groups, Memory, Part, inverse_precision, mix
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class Dense(_SumOverRows):
         root = inverse_precision(log_precision, self.groups, self.sizes).sqrt()
         return log_det_identity_plus(scale * root[:, None] * statistics[0].to(torch.float64) * root)
 
+    def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+        return eigenvalues(statistics[0])
+
 
 class Diagonal(_SumOverRows):
     """Diagonal curvature: h = sum of squared root rows; sum log(1 + h / precision)."""
@@ -96,3 +99,6 @@ class Diagonal(_SumOverRows):
     ) -> Tensor:
         inverse = inverse_precision(log_precision, self.groups, self.sizes)
         return torch.log1p(scale * statistics[0].to(torch.float64) * inverse).sum()
+
+    def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+        return statistics[0].double().clamp_min(0)

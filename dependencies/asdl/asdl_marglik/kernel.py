@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .chunk import Chunk, Form, Request
-from .linalg import log_det_identity_plus, weighted_sum
+from .linalg import eigenvalues, log_det_identity_plus, weighted_sum
 from .part import Groups, Memory, Part, Settled
 
 if TYPE_CHECKING:
@@ -218,6 +218,9 @@ class Gram(Part):
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
         return log_det_identity_plus(mixed_gram(self._total(statistics[0], scale, log_precision), mixing))
+
+    def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+        return eigenvalues(mixed_gram(statistics[0].sum(0).double(), mixing))
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
         grams = torch.stack([mixed_gram(gram.double(), mixing) for gram in statistics[0]])

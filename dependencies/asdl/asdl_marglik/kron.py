@@ -123,10 +123,10 @@ class Kron(Part):
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
-        inputs, outputs = self._factors(statistics, mixing)
         theta = log_precision[self.group]
         if isinstance(self.group, int):
-            return _log_det(self._spectrum(inputs, 0), self._spectrum(outputs, 1), scale, theta)
+            return _log_det(*self._spectra(statistics, mixing), scale, theta)
+        inputs, outputs = self._factors(statistics, mixing)
         d, o = inputs.shape[-1], outputs.shape[-1]
         table = theta.reshape(-1, d, o).mT if self.transposed else theta.reshape(-1, o, d)  # [groups, O, D]
         row_effect = table.mean(2)
@@ -137,9 +137,17 @@ class Kron(Part):
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
         if not isinstance(self.group, int):
             return super().settled(statistics, mixing)
-        inputs, outputs = self._factors(statistics, mixing)
-        alpha, beta = self._spectrum(inputs, 0), self._spectrum(outputs, 1)
+        alpha, beta = self._spectra(statistics, mixing)
         return lambda scale, log_precision: _log_det(alpha, beta, scale, log_precision[self.group])
+
+    def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+        alpha, beta = self._spectra(statistics, mixing)
+        return (beta[:, :, None] * alpha[:, None, :]).flatten()
+
+    def _spectra(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [groups, m] of both factors."""
+        inputs, outputs = self._factors(statistics, mixing)
+        return self._spectrum(inputs, 0), self._spectrum(outputs, 1)
 
     def _factors(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both factors in float64, or their root rows [N, groups, D]."""

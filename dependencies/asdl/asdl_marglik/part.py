@@ -81,6 +81,10 @@ class Part(ABC):
     ) -> Tensor:
         """The log-determinant in float64: mixing [n, K, R] is still to be applied to "rows", scale multiplies H."""
 
+    @abstractmethod
+    def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+        """Eigenvalues of H in float64, zeros possibly left out, for weights that share one precision."""
+
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
         """`log_det_ratio` as a function of the prior, for many evaluations: what does not depend on it is done once."""
         return lambda scale, log_precision: self.log_det_ratio(statistics, mixing, scale, log_precision)

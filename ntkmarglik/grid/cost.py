@@ -1,0 +1,118 @@
+"""How long a grid takes, from small measurements on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..preflight import Sizes
+from .bound import Bound, exact_bound
+from .config import GridConfig
+from .evaluate import Evaluator, Reference, values_of
+from .kernel import STRUCTURES
+
+FEW, MORE = 16, 48  # data points of two timings, which tell what grows with the data from what does not
+SIDE = 1000  # of matrices that are timed
+VALUE = 6e-5  # seconds for a block at one value of a prior grid, once its spectrum is known
+
+
+def sizes_of(reference: Reference, bound: Bound) -> Sizes:
+    """The numbers that decide what a block of the bound costs."""
+    modules = [sum(p.numel() for p in m.parameters(recurse=False)) for m in reference.model.modules()]
+    return Sizes(
+        structure=bound.structure,
+        modules=tuple(size for size in modules if size),
+        groups=reference.prior.log_precision.numel(),
+        subset=bound.subset,
+        outputs=bound.n_columns or reference.data.n_classes,
+        element=reference.data.x_train.element_size(),
+    )
+
+
+def shares_kernel(reference: Reference, bounds: list[Bound]) -> bool:
+    """Whether the exact value is asked for and comes from the kernel of all rows, which then serves other bounds."""
+    exact = exact_bound(reference.data.n_data)
+    sizes = sizes_of(reference, exact)
+    return exact in bounds and sizes.rows <= sizes.n_parameters and sizes.groups > 0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds per elementary operation on this machine."""
+
+    decompose: float  # an n x n matrix, divided by n^3
+    multiply: float  # two n x n matrices, divided by n^3
+    copy: float  # an n x n matrix, divided by n^2
+
+    @staticmethod
+    def measured(reference: Reference, decompose: Callable[[torch.Tensor], object]) -> Speed:
+        x = reference.data.x_train
+        a = torch.rand(SIDE, SIDE, dtype=torch.float64, device=x.device)
+        a = a @ a.mT + torch.eye(SIDE, dtype=a.dtype, device=x.device)
+        b = a.to(x.dtype)
+        return Speed(
+            seconds(lambda: decompose(a)) / SIDE**3,
+            seconds(lambda: b @ b) / SIDE**3,
+            seconds(lambda: a.mT + 1) / SIDE**2,
+        )
+
+    def algebra(self, sizes: Sizes, *, shared: bool) -> float:
+        """Kernel or weight-space matrices of a block and their decomposition; little for kfac and diag."""
+        if sizes.structure in ("kfac", "diag"):
+            return 0.0
+        if shared:
+            return self.decompose * sizes.rows**3
+        parts = sizes.modules if sizes.structure == "blockdiag" else (sizes.n_parameters,)
+        total = 0.0
+        for parameters in parts:
+            side = sizes.rows if sizes.structure == "ntk" else min(sizes.rows, parameters)
+            total += self.multiply * sizes.rows * parameters * side + self.decompose * side**3
+        return total
+
+
+def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) -> list[float]:
+    """Estimated time of each bound on the whole grid; that of a shared kernel is counted with the exact value."""
+    prior, c = config.grid.hyperparameter == "prior", reference.data.n_classes
+    speed = Speed.measured(reference, torch.linalg.eigvalsh if prior else torch.linalg.cholesky)
+    share = shares_kernel(reference, bounds)
+    passes: dict[tuple, tuple[float, float]] = {}  # per block and per datum
+    found = []
+    for bound in bounds:
+        sizes = sizes_of(reference, bound)
+        shared = share and bound.structure in STRUCTURES
+        block = speed.algebra(sizes, shared=shared and bound != bounds[0])
+        if shared:
+            block += VALUE * config.grid.points * prior + 4 * speed.copy * (bound.subset * c) ** 2
+        if not shared or bound == bounds[0]:
+            kind = (bound.structure, bound.outputs, bound.root == "paper")
+            if kind not in passes:
+                passes[kind] = _pass_seconds(reference, bound, config)
+            block += passes[kind][0] + passes[kind][1] * bound.subset
+        blocks = len(bound.blocks(reference.data, config.place.seed, config.grid.blocks))
+        found.append(blocks * block * (1 if prior else config.grid.points))
+    return found
+
+
+def _pass_seconds(reference: Reference, bound: Bound, config: GridConfig) -> tuple[float, float]:
+    """Time of a block that does not depend on its size, and time for each datum; all values of a prior grid."""
+    values = values_of(config.grid)
+    evaluator = Evaluator(reference, config.updated(blocks=1), share=False)
+    few, more = (min(n, reference.data.n_data) for n in (FEW, MORE))
+    chosen = values if config.grid.hyperparameter == "prior" else values[-1:]
+    first, second = (seconds(lambda n=n: evaluator(replace(bound, subset=n), chosen)) for n in (few, more))  # type: ignore[misc]
+    slope = max(0.0, second - first) / max(1, more - few)
+    return max(0.0, first - few * slope), slope
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """The shorter of two timings, in time of the processor unless it only waits for a GPU."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    found = []
+    for _ in range(2):
+        start = clock()
+        function()
+        found.append(clock() - start)
+    return min(found)

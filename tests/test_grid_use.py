@@ -1,0 +1,123 @@
+"""The grid's program as its users meet it: second commands, checkpoints, estimates, refusals, figures."""
+
+import csv
+import re
+import shlex
+
+import pytest
+from test_grid import FEW, ROOT, TINY, tiny
+
+from figures import bound_slack
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.grid.bound import bounds_of, exact_bound
+from ntkmarglik.grid.config import Grid, GridConfig, parse
+from ntkmarglik.grid.run import main, run
+from ntkmarglik.grid.table import BOUNDS, read
+
+
+def test_a_second_command_adds_its_rows_and_its_name(tmp_path, capsys):
+    base = [*TINY, "--out", str(tmp_path), "--points", "2", "--no-exact", "--structures"]
+    assert main([*base, "diag", "--outputs", "all"]) == 0
+    first = read(tmp_path / "grid.csv")[1]
+    assert main([*base, "kfac", "--outputs", "all"]) == 0
+    commands, rows = read(tmp_path / "grid.csv")
+    assert rows[: len(first)] == first and len(rows) == 2 * len(first) and len(commands) == 3
+    before = (tmp_path / "grid.csv").read_text()
+    for change in (["--points", "3"], ["--lr", "0.5"], ["--n-data", "41"]):
+        assert main([*base, "diag", *change]) == 2
+        assert re.search(r"other (results|settings)|was started with", capsys.readouterr().err)
+    assert (tmp_path / "grid.csv").read_text() == before
+
+
+def test_the_network_of_a_checkpoint_gives_the_same_rows(tmp_path, capsys):
+    assert main([*FEW, "--out", str(tmp_path / "a")]) == 0
+    given = ["--checkpoint", str(tmp_path / "a/reference")]
+    assert main([*FEW, "--out", str(tmp_path / "b"), *given]) == 0
+    (network, *_), rows = read(tmp_path / "a/grid.csv")
+    assert read(tmp_path / "b/grid.csv")[1] == rows and read(tmp_path / "b/grid.csv")[0][0] == network
+    assert main([*FEW, *given, "--n-data", "30"]) == 2
+    assert "--n-data 40" in capsys.readouterr().err
+    assert main([*FEW, "--checkpoint", str(tmp_path)]) == 2
+    assert "folder of a finished run" in capsys.readouterr().err
+
+
+def test_some_blocks_only(tmp_path):
+    path = run(tiny("prior", "--blocks", "3", "--out", str(tmp_path), "--structures", "ntk", "--roots", "eigen"))
+    used = {(row["subset"], row["outputs"]): int(row["blocks_used"]) for row in read(path)[1]}
+    assert used == {
+        ("40", "all"): 1, ("10", "all"): 3, ("20", "all"): 2, ("10", "single"): 3, ("20", "single"): 3,
+        ("40", "single"): 3,
+    }  # fmt: skip
+
+
+def test_a_dry_run_estimates_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*FEW, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "full-40-C" in out and re.search(r"\d+ bounds at 2 values: about \d+ s", out)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--subsets 41", "--subsets 41.*40"),
+        ("--points 0", "--points"),
+        ("--blocks -1", "--blocks"),
+        ("--roots", "--roots"),
+        ("--dataset digit", "Did you mean 'digits'"),
+        ("--memory-budget 1e-6 --structures ntk", "leave S = 10 out of --subsets"),
+        ("--epochs 0", "--epochs"),
+    ],
+)
+def test_mistakes_are_explained(flags, words, tmp_path, capsys):
+    assert main([*TINY, "--out", str(tmp_path / "new"), *shlex.split(flags)]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (tmp_path / "new/grid.csv").exists()
+
+
+def test_an_exact_value_that_does_not_fit_is_left_out(tmp_path, capsys):
+    arguments = [*TINY, "--structures", "diag", "--outputs", "all", "--memory-budget", "1e-4", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    assert "exact value is left out" in capsys.readouterr().err
+    assert {row["structure"] for row in read(tmp_path / "grid.csv")[1]} == {"diag"}
+
+
+def test_settings_survive_the_command_line_and_files(tmp_path):
+    config = GridConfig().updated(structures=("kfac",), subsets=(10, 0), exact=False, out=tmp_path, lr=0.5)
+    assert parse(config.arguments()) == config
+    (tmp_path / "grid.yaml").write_text("structures: [kfac, diag]\nsubsets: [10]\npoints: 7\n")
+    grid = parse(["--config", str(tmp_path / "grid.yaml"), "--points", "8"]).grid
+    assert (grid.structures, grid.subsets, grid.points) == (("kfac", "diag"), (10,), 8)
+
+
+def test_every_combination_appears_once():
+    bounds = bounds_of(Grid(columns=("shared", "iid")), 1000)
+    assert len(set(bounds)) == len(bounds) and bounds[0] == exact_bound(1000)
+    assert len({str(b) for b in bounds}) == len(bounds)
+    with pytest.raises(NtkMarglikError, match="--roots"):
+        bounds_of(Grid(roots=()), 1000)
+
+
+def test_other_files_are_not_taken_for_a_grid(tmp_path):
+    with (tmp_path / "other.csv").open("w", newline="") as file:
+        csv.writer(file).writerow(["a", "b"])
+    with pytest.raises(NtkMarglikError, match="not a file of bound_grid"):
+        read(tmp_path / "other.csv")
+    with pytest.raises(NtkMarglikError, match="cannot be read"):
+        read(tmp_path / "absent.csv")
+
+
+def test_figures_are_drawn_and_say_what_is_missing(tmp_path):
+    data = ROOT / "illustrations" / "data"
+    for name in bound_slack.FILES:
+        commands, _ = read(data / name)
+        for command in commands[1:]:
+            assert parse(shlex.split(command.removeprefix(BOUNDS))[2:]).place.out is None
+        text = (data / name).read_text().splitlines()
+        (tmp_path / name).write_text(
+            "\n".join(line for line in text if line.startswith(("#", "hyper")) or ",full," in line)
+        )
+    for draw in bound_slack.FIGURES.values():
+        with pytest.raises(NtkMarglikError, match="no rows for this figure"):
+            draw(tmp_path, tmp_path / "figure.png")
