@@ -95,13 +95,15 @@ def _size(row: Row) -> str:
 
 
 def _draw(target: Path, folder: Path, *panels: Chosen, titles: tuple[str, ...] = ("",)) -> None:
-    """A panel for each hyperparameter, side by side; of two kinds of blocks, side by side, one row for each."""
-    lines, across = (1, 2) if len(panels) == 1 else (2, len(panels))
+    """A panel for each hyperparameter there are data of, side by side; of two kinds of blocks, one row for each."""
+    files = [name for name in FILES if (folder / name).exists()] or [FILES[0]]
+    lines, across = (1, len(files)) if len(panels) == 1 else (len(files), len(panels))
     with plt.rc_context(STYLE):  # type: ignore[arg-type]
-        figure, grid = plt.subplots(lines, across, figsize=(7, 2.5 * lines), squeeze=False, layout="constrained")
-        for number, name in enumerate(FILES):
+        size = (3.5 * across, 2.5 * lines)
+        figure, grid = plt.subplots(lines, across, figsize=size, squeeze=False, layout="constrained")
+        for number, name in enumerate(files):
             commands, rows = read(folder / name)
-            own = grid[0][number : number + 1] if lines == 1 else grid[number]
+            own = grid[0][number : number + 1] if len(panels) == 1 else grid[number]
             best = []
             for axes, chosen, title in zip(own, panels, titles, strict=True):
                 best.append(_panel(axes, rows, chosen, folder / name))
