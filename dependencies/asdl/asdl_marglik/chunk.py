@@ -34,12 +34,13 @@ Request = tuple[str, Form | Literal["rows"]]  # what will be asked of a weight's
 class Chunk:
     """The recorded pass of data points x [n, A, ...]; outputs f [n, C] are averaged over the A copies.
 
-    requests: all that will be asked of the output cotangents, if known: then only as much of them is kept.
+    requests: all that will be asked of the output cotangents, if known: then only as much of them is kept. pulls: what
+    the way back will ask of them besides.
     """
 
     def __init__(
         self, plan: Plan, x: Inputs, selection: Selection, *, differentiate_cotangents: bool = False,
-        requests: Sequence[Request] | None = None, scratch: Scratch | None = None,
+        requests: Sequence[Request] | None = None, pulls: Sequence[Request] = (), scratch: Scratch | None = None,
     ):  # fmt: skip
         self.plan, self.x, self.selection = plan, x, selection
         self.scratch = scratch or Scratch()
@@ -54,7 +55,7 @@ class Chunk:
         self.seeds = selection.seeds(f).to(f.dtype)
         self.mixing = selection.weights(self.f)  # stays in the graph of the outputs
         self._inputs = [self._input(index) for index in range(len(self._uses))]
-        self._requests = requests
+        self._requests, self._pulls = requests, pulls
         self._computed: dict[int, Tensor] | None = None
         self._made: dict[tuple[int, str, str], Tensor] = {}  # in place of cotangents
         self.differentiable = differentiate_cotangents
@@ -76,12 +77,13 @@ class Chunk:
     def _cotangents(self) -> dict[int, Tensor]:
         """Output cotangents [n, K, Q, ...] of the uses; computed when first asked for, one seed after the other."""
         if self._computed is None:
-            made, whole = self._smaller()
+            made, whole = self._needed()
+            needed = whole.union(index for index, *_ in made)
             by_seed: dict[int, list[Tensor]] = {}
             pieces: dict[tuple[int, str, str], list[Tensor]] = {}
             for k in range(self.k):
                 with torch.enable_grad():
-                    found = self._backward(self.seeds[:, k], self.differentiable)
+                    found = self._backward(self.seeds[:, k], needed, self.differentiable)
                 for index, role, what in made:
                     g = found[index].unsqueeze(1)
                     piece = self._rows(index, role, g) if what == "rows" else self._positions(index, role, g, what)
@@ -94,20 +96,20 @@ class Chunk:
             self._made = {key: torch.cat(by, 1) for key, by in pieces.items()}
         return self._computed
 
-    def _smaller(self) -> tuple[list[tuple[int, str, Form | Literal["rows"]]], set[int]]:
+    def _needed(self) -> tuple[list[tuple[int, str, Form | Literal["rows"]]], set[int]]:
         """What to make of the cotangents at once because it is smaller, and the uses whose cotangents stay."""
         if self._requests is None or self.differentiable:
             return [], set(range(len(self._uses)))
-        made: list[tuple[int, str, Form | Literal["rows"]]] = []
+        made: dict[tuple[int, str, Form | Literal["rows"]], None] = {}
         whole: set[int] = set()
-        for name, what in ((n, w) for n, w in self._requests if n not in self.plan.persample):
-            for index, role in self.plan.uses_of[name]:
+        for name, what in (*self._requests, *self._pulls):
+            for index, role in () if name in self.plan.persample else self.plan.uses_of[name]:
                 size = self._uses[index][0].shape.numel() // (self.n * self.copies)
                 if what == "reduce" or (what == "rows" and self.plan.weights[name].numel() < size):
-                    made.append((index, role, what))
+                    made[index, role, what] = None
                 else:
                     whole.add(index)
-        return made, whole
+        return list(made), whole
 
     def _input(self, index: int) -> Tensor | None:
         use, layout = self._uses[index]
@@ -117,9 +119,9 @@ class Chunk:
         aligned = use.rule.align_input(use.call, layout.axis, tuple(use.shape))
         return None if aligned is None else layout.standard(aligned, self.n * self.copies, self.n)
 
-    def _backward(self, seed: Tensor, create_graph: bool) -> dict[int, Tensor]:
-        """The standardised output cotangent of every planned use, for one seed per datum [n, C]."""
-        planned = {i: (use, layout) for i, (use, layout) in enumerate(self._uses) if layout is not None}
+    def _backward(self, seed: Tensor, needed: set[int], create_graph: bool) -> dict[int, Tensor]:
+        """The standardised output cotangents of the planned uses among `needed`, for one seed per datum [n, C]."""
+        planned = {i: (use, layout) for i, (use, layout) in enumerate(self._uses) if layout is not None and i in needed}
         if not planned:
             return {}
         edges = [use.edge for use, _ in planned.values()]

@@ -13,6 +13,7 @@ from .linalg import eigenvalues, log_det_identity_plus
 from .part import Groups, Memory, Part, inverse_precision, mix
 
 if TYPE_CHECKING:
+    from .plan import Plan
     from .structure import Problem
 
 
@@ -30,6 +31,9 @@ class _SumOverRows(Part):
 
     def requests(self) -> list[Request]:
         return [(name, "rows") for name in self.names]
+
+    def pulls(self, plan: Plan) -> list[Request]:
+        return [*self.requests(), *super().pulls(plan)]  # the sum is quadratic in the rows
 
     def memory(self, problem: Problem) -> Memory:
         """The sum, with what its determinant takes in float64; rows of a chunk, their cotangents, and a product."""

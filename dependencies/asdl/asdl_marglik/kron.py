@@ -24,6 +24,7 @@ from .linalg import eigenvalues, second_moment
 from .part import Group, Memory, Part, Settled, mix
 
 if TYPE_CHECKING:
+    from .plan import Plan
     from .structure import Problem
 
 Setting = Literal["expand", "reduce"]
@@ -54,6 +55,9 @@ class Kron(Part):
 
     def requests(self) -> list[Request]:
         return [(self.names[0], self.form)]
+
+    def pulls(self, plan: Plan) -> list[Request]:
+        return [] if self.kinds[1] == "rows" else self.requests()  # else the mixing is part of the observation
 
     def memory(self, problem: Problem) -> Memory:
         """Both factors, or their rows; eigenvectors of the larger one in float64; factors of a chunk, twice."""

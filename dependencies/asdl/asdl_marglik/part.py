@@ -18,6 +18,7 @@ from torch import Tensor
 from .chunk import Chunk, Request
 
 if TYPE_CHECKING:
+    from .plan import Plan
     from .structure import Problem
 
 Settled = Callable[[Tensor, Tensor], Tensor]  # (scale, log_precision) -> log-determinant
@@ -47,6 +48,11 @@ class Part(ABC):
     @abstractmethod
     def requests(self) -> list[Request]:
         """What `observe` will ask of the chunk's output cotangents."""
+
+    def pulls(self, plan: Plan) -> list[Request]:
+        """What `pull` will ask of them, where they are constants: the cotangents of inputs are made of them."""
+        moving = [name for name in self.names if any(plan.has_input[index] for index, _ in plan.uses_of[name])]
+        return [(name, "all") for name in moving]
 
     @abstractmethod
     def memory(self, problem: Problem) -> Memory:

@@ -49,6 +49,7 @@ class Plan:
     kronecker: set[str]  # weights whose uses all have Kronecker factors
     factor_sides: dict[str, tuple[int, int]]  # (O, D) of those with a single group
     positions: dict[str, int]  # their shared positions T per input, over all uses
+    has_input: list[bool]  # whether the rows of a use depend on its input
     rules: dict[str, str]  # weight -> how its rows are computed, for people
     persample: set[str] = field(default_factory=set)
     piecewise_linear: bool = False
@@ -179,7 +180,10 @@ def _candidate(
         name: sum(joint.uses[i].shape.numel() for i, _ in uses_of[name]) // (2 * len(weights[name]))
         for name in kronecker
     }
-    plan = Plan(model, weights, output_shape, signature, layouts, uses_of, kronecker, sides, positions, rules)
+    has_input = [use.call.input is not None for use in joint.uses]
+    plan = Plan(
+        model, weights, output_shape, signature, layouts, uses_of, kronecker, sides, positions, has_input, rules
+    )
     plan.persample = persample
     return plan
 

@@ -86,8 +86,10 @@ class Passes:
         step = -(-n // number)  # chunks of equal size
         return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
-    def _chunk(self, copies: Inputs, own: slice, y: Tensor, columns: Tensor, *, with_graph: bool) -> Chunk:
-        """The pass over some data points; `with_graph` if cotangents will be taken back through it."""
+    def _chunk(
+        self, copies: Inputs, own: slice, y: Tensor, columns: Tensor, *, with_graph: bool, observe: bool
+    ) -> Chunk:
+        """The pass over some data points, to observe, `with_graph` if cotangents will be taken back through it."""
         x = map_inputs(lambda t: t.detach(), _take(copies, own))
         if with_graph and self.augment_leaves:
             x = map_inputs(lambda t: t.requires_grad_(t.is_floating_point()), x)
@@ -96,7 +98,8 @@ class Passes:
             return Chunk(
                 self.plan, x, Selection(self.rule, y[own], columns[own]),
                 differentiate_cotangents=with_graph and self._needs_full_graph, scratch=self._scratch,
-                requests=None if with_graph else [request for part in self.parts for request in part.requests()],
+                requests=[request for part in self.parts for request in part.requests()] if observe else [],
+                pulls=[request for part in self.parts for request in part.pulls(self.plan)] if with_graph else [],
             )  # fmt: skip
 
     def first(self, log_precision: Tensor, *, keep: bool, again: bool) -> list[Tensor]:
@@ -127,7 +130,7 @@ class Passes:
                 kept = self.arrangement.kept_chunks if again and block else 0
                 stay = {own.start for own in slices[max(0, len(slices) - kept) :]}
                 for own in slices:
-                    chunk = self._chunk(copies, own, y, columns, with_graph=own.start in stay)
+                    chunk = self._chunk(copies, own, y, columns, with_graph=own.start in stay, observe=True)
                     check_finite(chunk.f, _take(copies, own), self.plan.model, count + own.start)
                     outputs.append(chunk.f.detach())
                     held.add(chunk)
@@ -183,7 +186,7 @@ class Passes:
                 copies_bar = [torch.zeros_like(t) for t in tensors_of(copies) if t.requires_grad]
                 for own in reversed(self._slices(copies)):  # chunks kept from the first pass come first, and go
                     chunk = self._kept.pop(own.start, None) if index == 0 else None
-                    chunk = chunk or self._chunk(copies, own, y, columns, with_graph=True)
+                    chunk = chunk or self._chunk(copies, own, y, columns, with_graph=True, observe=False)
                     moving = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)
                     leaves = [leaf for leaf, copy in moving if copy.requires_grad]
                     span = slice(count + own.start, count + own.stop)
