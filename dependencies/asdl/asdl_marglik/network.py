@@ -107,13 +107,23 @@ def check_inputs(x: Inputs, offset: int = 0) -> None:
                 )
 
 
-def check_finite(outputs: Tensor, x: Inputs, model: nn.Module, offset: int = 0) -> None:
-    """Raise an error that names the parameter or the data index behind a non-finite output [n, C]."""
-    if outputs.isfinite().all():
+def finite(x: Inputs) -> Tensor:
+    """Whether all entries are finite, as a tensor: nobody waits for it."""
+    return torch.stack([t.isfinite().all() for t in tensors_of(x)]).all()
+
+
+def check_finite(
+    inputs: list[Tensor], outputs: Tensor, model: nn.Module, batches: Callable[[], Iterable[Inputs]]
+) -> None:
+    """Raise an error that names the parameter or the data index behind a non-finite input or output [N, C]."""
+    if torch.stack([*inputs, outputs.isfinite().all()]).all():
         return
     check_weights(model)
-    check_inputs(x, offset)
-    index = int((~outputs.isfinite().all(1)).nonzero()[0]) + offset
+    count = 0
+    for x in batches():
+        check_inputs(x, count)
+        count += len(tensors_of(x)[0])
+    index = int((~outputs.isfinite().all(1)).nonzero()[0])
     raise CurvatureError(
         f"the network's output for datum {index} is not finite although its input and all parameters are: "
         "the forward pass overflows; use smaller weights or a wider dtype"

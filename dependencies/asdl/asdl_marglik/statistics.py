@@ -22,7 +22,7 @@ from .chunk import Chunk
 from .errors import CurvatureError
 from .fast import ALL, FastPaths
 from .kernel import Gram
-from .network import Inputs, check_finite, check_inputs, evaluating, map_inputs, seed_all, seeded, tensors_of
+from .network import Inputs, check_finite, evaluating, finite, map_inputs, seed_all, seeded, tensors_of
 from .part import Part
 from .plan import Plan
 from .residency import Collected, Deferred, Residency
@@ -69,6 +69,9 @@ class Passes:
     def summary_depends_on_precision(self) -> bool:
         return any(isinstance(part, Gram) and part.elementwise for part in self.parts)
 
+    def _all_copies(self) -> Iterator[Inputs]:
+        return (self.augmented(x, index) for index, (x, _, _) in enumerate(self.batches()))
+
     @property
     def rows_of_data(self) -> tuple[Tensor, Tensor]:
         """Targets and columns of all data seen."""
@@ -112,6 +115,7 @@ class Passes:
                 return [self._results[0], *self._summarise(self._observations, log_precision)]
             return self._results
         outputs: list[Tensor] = []
+        inputs_finite: list[Tensor] = []
         keep |= self.reuse and self.summary_depends_on_precision
         collected = Collected(self.parts, self.n_data)
         held: Residency = Deferred(self.parts) if self.arrangement.defer and not keep else collected
@@ -119,7 +123,7 @@ class Passes:
         self._versions = self._current_versions()
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
-                check_inputs(x, count)
+                inputs_finite.append(finite(x))
                 self._fingerprints.append(_fingerprint(x))
                 self.targets.append(y)
                 self.columns.append(columns)
@@ -131,7 +135,6 @@ class Passes:
                 stay = {own.start for own in slices[max(0, len(slices) - kept) :]}
                 for own in slices:
                     chunk = self._chunk(copies, own, y, columns, with_graph=own.start in stay, observe=True)
-                    check_finite(chunk.f, _take(copies, own), self.plan.model, count + own.start)
                     outputs.append(chunk.f.detach())
                     held.add(chunk)
                     if own.start in stay:
@@ -141,7 +144,9 @@ class Passes:
                 raise CurvatureError(
                     f"the loader gave {count} data points in all, but n_data={self.n_data}; the two must agree"
                 )
-            results = [torch.cat(outputs), *self._summarise(held.observations(), log_precision)]
+            f = torch.cat(outputs)  # looked at once: asking for every chunk would keep a GPU waiting
+            check_finite(inputs_finite, f, self.plan.model, self._all_copies)
+            results = [f, *self._summarise(held.observations(), log_precision)]
         if keep:
             self._observations = collected.held
         if self.reuse:
@@ -178,10 +183,11 @@ class Passes:
             )
         totals = [torch.zeros_like(leaf) for leaf in self.network_leaves]
         augment_totals = [torch.zeros_like(leaf) for leaf in self.augment_leaves]
+        repeated: list[Tensor] = []
         count = 0
         with self._running(), torch.enable_grad():
             for index, (x, y, columns) in enumerate(self.batches()):
-                self._check_repeated(index, x, y)
+                repeated.append(self._repeated(index, x, y))
                 copies = self.augmented(x, index)
                 copies_bar = [torch.zeros_like(t) for t in tensors_of(copies) if t.requires_grad]
                 for own in reversed(self._slices(copies)):  # chunks kept from the first pass come first, and go
@@ -206,7 +212,7 @@ class Passes:
                             total += gradient
                 count += len(y)
         self._scratch = Scratch()  # let its memory go
-        if count != sum(len(y) for y in self.targets):
+        if count != sum(len(y) for y in self.targets) or not torch.stack(repeated).all():
             raise CurvatureError(_OTHER_BATCHES)
         return totals, augment_totals
 
@@ -227,10 +233,14 @@ class Passes:
         shortcut = self.plan.piecewise_linear and self.fast.piecewise_linear
         return not shortcut or self.hyper_in_network or self.rule.seeds_follow_outputs
 
-    def _check_repeated(self, index: int, x: Inputs, y: Tensor) -> None:
-        same = index < len(self.targets) and torch.equal(self.targets[index], y)
-        if not same or not torch.equal(self._fingerprints[index], _fingerprint(x)):
+    def _repeated(self, index: int, x: Inputs, y: Tensor) -> Tensor:
+        """Whether this batch is that of the first pass, as a tensor: nobody waits for it."""
+        if index >= len(self.targets) or self.targets[index].shape != y.shape:
             raise CurvatureError(_OTHER_BATCHES)
+        fingerprint = _fingerprint(x)
+        if fingerprint.shape != self._fingerprints[index].shape:
+            raise CurvatureError(_OTHER_BATCHES)
+        return (self.targets[index] == y).all() & (self._fingerprints[index] == fingerprint).all()
 
 
 _OTHER_BATCHES = (
