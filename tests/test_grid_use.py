@@ -110,7 +110,9 @@ def test_other_files_are_not_taken_for_a_grid(tmp_path):
 
 def test_figures_are_drawn_and_say_what_is_missing(tmp_path):
     data = ROOT / "illustrations" / "data"
-    for name in bound_slack.FILES:
+    with pytest.raises(NtkMarglikError, match=r"bound_grid\.py makes such files"):
+        bound_slack.FIGURES["bounds_ntk"](tmp_path, tmp_path / "figure.png")
+    for name in [name for name in bound_slack.FILES if (data / name).exists()]:
         commands, _ = read(data / name)
         for command in commands[1:]:
             assert parse(shlex.split(command.removeprefix(BOUNDS))[2:]).place.out is None
