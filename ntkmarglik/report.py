@@ -168,8 +168,9 @@ def _ranges(axes: Axes, runs: Runs) -> None:
     rotation = RANGES.index("rotation")
     if max((abs(eta[rotation]) for _, eta in points), default=0) > 1:
         axes.axhline(math.pi, color="0.5", linewidth=1, linestyle=":")
-        axes.annotate("π: every angle", (0.02, math.pi), (0, -10), axes.get_yaxis_transform(), "offset points")
-    axes.set_ylim(0, None)
+        axes.annotate("π: every angle", (0.02, math.pi), (0, 3), axes.get_yaxis_transform(), "offset points")
+        axes.set_ylim(top=1.12 * math.pi)
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("epoch")
     axes.set_title("learned ranges (rotation in radians)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, handlelength=2, columnspacing=1.2)
