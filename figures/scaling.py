@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from ntkmarglik.records import Row, grouped
 
@@ -37,8 +38,9 @@ def scaling(source: Path, target: Path) -> None:
             line[0].set_ylabel(label)
         for axes, name in zip(grid[-1], AXES.values(), strict=True):
             axes.set_xlabel(name)
-        for axes, (name, colour) in zip(grid[0], {**ESTIMATORS, "grey: predicted growth": "0.5"}.items(), strict=True):
-            axes.set_title(name, color=colour, fontsize=8, weight="bold", loc="left")
+        looks = {**ESTIMATORS, "predicted growth": "0.6"}
+        lines = [Line2D([], [], color=colour, label=name) for name, colour in looks.items()]
+        grid[0, 0].figure.legend(handles=lines, loc="outside upper left", ncols=len(lines), frameon=False)
 
 
 def _panel(axes: Axes, axis: str, column: str, rows: list[Row]) -> None:
@@ -54,8 +56,9 @@ def _panel(axes: Axes, axis: str, column: str, rows: list[Row]) -> None:
     for (model,), points in grouped(rows, "model").items():  # named below its lowest curve, at the right
         last = max(float(r["value"]) for r in points)
         lowest = min(float(r[column]) for r in points if float(r["value"]) == last)
+        below = (0, -13 if column == "peak_mb" else -24)  # curves of time are steep
         axes.annotate(
-            MODELS[model][0], (last, lowest), (0, -13), textcoords="offset points", ha="right", color="0.25", fontsize=7
+            MODELS[model][0], (last, lowest), below, textcoords="offset points", ha="right", color="0.25", fontsize=7
         )
     if axis != "N":
         ticks = sorted({int(float(r["value"])) for r in rows})
