@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from asdl_marglik import CurvatureError
 from laplace_marglik import GaussianPrior
 from tqdm import tqdm
 
@@ -17,6 +16,7 @@ from .augment import AffineAugmentation
 from .config import Config, parse
 from .data import Dataset, load
 from .errors import NtkMarglikError
+from .exits import exit_code
 from .methods import METHODS, Method, Problem
 from .methods.map import Map
 from .mirrors import Metrics
@@ -30,15 +30,7 @@ EVIDENCE_SEED = 2**31  # added to the seed (of which torch uses 32 bits): blocks
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    try:
-        run(parse(arguments))
-    except (NtkMarglikError, CurvatureError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: run(parse(arguments)))
 
 
 def run(config: Config) -> report.Runs:

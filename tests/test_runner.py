@@ -209,6 +209,14 @@ def test_the_subset_that_is_suggested_for_the_memory_is_accepted(out, capsys):
         run(parse([*tight, "--memory-budget", "1e-7"]))
 
 
+def test_a_larger_memory_budget_reaches_the_library(out):
+    problems = []
+    for flags in ([], ["--memory-budget", "1e6"]):
+        config = parse([*TINY, "--out", str(out), *flags])
+        problems.append(prepare(config, load("digits", "data", n_data=64)))
+    assert [p.marginal_likelihood("ntk").memory_budget for p in problems] == [None, 1e15]
+
+
 @pytest.mark.parametrize("flags", ["", "--method kfac --subset 0 --augment affine", "--method map"])
 def test_a_dry_run_tells_sizes_and_writes_nothing(flags, out, capsys):
     assert main([*TINY, "--dry-run", *flags.split()]) == 0

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import yaml
-from asdl_marglik import CurvatureError
 from tqdm import tqdm
 
 from .. import checkpoint, machine, preflight
 from ..config import Config
 from ..data import Dataset, load
 from ..errors import NtkMarglikError
+from ..exits import exit_code
 from ..methods import METHODS, Problem
 from ..run import prepare, train
 from .bound import Bound, bounds_of, exact_bound
@@ -31,15 +31,7 @@ MACHINE = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    try:
-        run(parse(arguments))
-    except (NtkMarglikError, CurvatureError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: run(parse(arguments)), "interrupted; the same command continues")
 
 
 def run(config: GridConfig) -> Path | None:

@@ -1,0 +1,23 @@
+"""How a program ends: its exit code, and what it says if something the user can mend went wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from asdl_marglik import CurvatureError
+
+from .errors import NtkMarglikError
+
+
+def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -> int:
+    """Run a program: 0 if it ends well, 2 after an error that it explains, 130 after an interrupt."""
+    try:
+        program()
+    except (NtkMarglikError, CurvatureError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+    return 0
