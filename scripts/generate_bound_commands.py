@@ -10,31 +10,44 @@ from commands import Experiment, Scale, print_commands, runs
 from ntkmarglik.config import Config
 
 STRUCTURES = ("ntk", "blockdiag", "kfac", "diag")
-SUBSETS = {"full": (10, 20, 50, 100, 250, 500), "small": (20, 100)}
-SUBSETS_OF_ONE_OUTPUT = {"full": SUBSETS["full"], "small": (20, 100, 500)}
+SUBSETS = (10, 20, 50, 100, 250, 500)
+SMALL = (
+    *("MAP", "ntk-20-1", "ntk-100-1", "ntk-500-1", "ntk-20-C", "ntk-100-C", "blockdiag-100-1"),
+    *("kfac-20-1", "kfac-100-1", "kfac-500-1"),
+)
+SMALL_GROUPED = ("ntk-100-1", "ntk-20-C")
+SMALL_ALL_DATA = {"bound-prior": ("blockdiag-N-C", "kfac-N-C"), "bound-lila": ()}
 
 
-def estimators(names: list[str], scale: Scale) -> Iterator[Config]:
+def paper_runs(names: list[str]) -> Iterator[Config]:
     """Every structure, block size, output mode and grouping; MAP.
 
     A full Gauss-Newton matrix of a block is the number of its kernel (`ntk`), so `full` comes with all data only; with
     all data there is nothing to group.
     """
-    yield from runs(names, scale, ["MAP", "full-N-C"])
-    for structure in STRUCTURES if scale == "full" else STRUCTURES[:3]:
-        for outputs, subsets in (("C", SUBSETS[scale]), ("1", SUBSETS_OF_ONE_OUTPUT[scale])):
-            labels = [f"{structure}-{subset}-{outputs}" for subset in subsets]
-            yield from runs(names, scale, labels)
-            if scale == "full" or structure == "ntk":
-                yield from runs(names, scale, labels, partition="class")
-    all_data = [f"{structure}-N-C" for structure in STRUCTURES[1:]]
-    yield from runs(names, scale, [*all_data, *(["ntk-N-C"] if scale == "full" else [])])
-    yield from runs(names, scale, [f"{structure}-N-1" for structure in (STRUCTURES if scale == "full" else ["ntk"])])
+    yield from runs(names, "full", ["MAP", "full-N-C"])
+    for structure in STRUCTURES:
+        for outputs in ("C", "1"):
+            labels = [f"{structure}-{subset}-{outputs}" for subset in SUBSETS]
+            yield from runs(names, "full", labels)
+            yield from runs(names, "full", labels, partition="class")
+            yield from runs(names, "full", [f"{structure}-N-{outputs}"])
+
+
+def small_runs(names: list[str]) -> Iterator[Config]:
+    """Some of them: those that two cores can afford."""
+    yield from runs(names, "small", [*SMALL, *SMALL_ALL_DATA[names[0]]])
+    yield from runs(names, "small", SMALL_GROUPED, partition="class")
+
+
+def estimators(names: list[str], scale: Scale) -> Iterator[Config]:
+    """The estimators of a scale with the settings of some files."""
+    return paper_runs(names) if scale == "full" else small_runs(names)
 
 
 def experiments(scale: Scale) -> list[Experiment]:
-    """Prior precisions alone, and with invariances; the grids of `bound_grid.py` belong here when it can print them."""
-    reduced = "S of 20 and 100 (500 for one output), grouped data for ntk only" if scale == "small" else ""
+    """Prior precisions alone, and with invariances."""
+    reduced = "fewer block sizes and structures" if scale == "small" else ""
     return [
         Experiment(name, (name,), figures, (0, 1, 2), tuple(estimators([name], scale)), reduced)
         for name, figures in (("bound-prior", "Figures 10, 11, 13"), ("bound-lila", "Figures 1, 8, 9"))
