@@ -27,7 +27,7 @@ STYLE = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False,
     "axes.spines.right": False, "figure.dpi": 150,
 }  # fmt: skip
-FILES = ("bound_prior.csv", "bound_rotation.csv")
+FILES = ("bound_grid_prior.csv", "bound_grid_rotation.csv")
 NAMES = {"full": "exact", "blockdiag": "block-diagonal", "kfac": "KFAC", "diag": "diagonal"}
 ROOTS = {"paper": "published (no bound)", "fisher": "Fisher root", "symmetric": "symmetric root", "eigen": "eigen root"}
 LOOKS = {  # colours told apart with any colour vision, lines without any

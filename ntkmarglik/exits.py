@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -20,4 +21,6 @@ def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit has nowhere to go
     return 0

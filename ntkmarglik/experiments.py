@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from .config import Config, parse
 from .errors import NtkMarglikError
+from .grid.config import GridConfig
+from .grid.config import parse as parse_grid
+from .settings import Settings
 from .track import name_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -21,14 +25,25 @@ ABOUT_THE_RUN = {
 
 @functools.cache  # a generator asks for the same settings many times
 def load(*names: str, scale: Scale = "full") -> Config:
-    """The settings in configs/NAME.yaml, later names overriding; at small scale with those of configs/small/NAME.yaml.
+    """The settings of a run, in configs/NAME.yaml.
 
-    Several names put one experiment upon another: the timing of bound-prior is `load("bound-prior", "timing")`.
+    At small scale with those of configs/small/NAME.yaml. Later names override, which puts one experiment upon another:
+    the timing of bound-prior is `load("bound-prior", "timing")`.
     """
+    return parse(_files(names, scale))
+
+
+@functools.cache
+def load_grid(name: str, scale: Scale = "full") -> GridConfig:
+    """The settings of a bound grid, in configs/NAME.yaml."""
+    return parse_grid(_files([name], scale))
+
+
+def _files(names: Sequence[str], scale: Scale) -> list[str]:
     files = [CONFIGS / f"{name}.yaml" for name in names]
     if scale == "small":
         files = [f for file in files for f in (file, CONFIGS / "small" / file.name) if f is file or f.exists()]
-    return parse([argument for file in files for argument in ("--config", str(file))])
+    return [argument for file in files for argument in ("--config", str(file))]
 
 
 def estimator(label: str) -> dict[str, Any]:
@@ -58,7 +73,7 @@ def label_of(config: Config) -> str:
     return " ".join([name, *root, *columns, *grouped])
 
 
-def difference(config: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+def difference(config: Settings, other: Settings) -> dict[str, tuple[Any, Any]]:
     """Settings of what is computed that differ: name -> (value in config, value in other)."""
     ours, theirs = config.flat(), other.flat()
     return {
@@ -70,6 +85,10 @@ def described(changes: dict[str, tuple[Any, Any]]) -> str:
     """A difference in words: "epochs 300 -> 40, n_data all -> 2000"."""
 
     def word(name: str, value: Any) -> Any:
-        return "all" if value == 0 and name in ("n_data", "subset", "outputs", "aug_block") else value
+        return (
+            "all"
+            if value == 0 and name in ("n_data", "subset", "outputs", "aug_block", "train_subset", "train_outputs")
+            else value
+        )
 
     return ", ".join(f"{name} {word(name, old)} -> {word(name, new)}" for name, (old, new) in changes.items())

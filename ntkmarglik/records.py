@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import shutil
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from .config import Config
 from .experiments import label_of
+from .grid.config import CSV as GRID_CSV
 from .track import read_metrics, read_summary
 
 Row = dict[str, Any]
@@ -82,9 +84,15 @@ def write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
 
 
 def collect(runs: Path, target: Path) -> None:
-    """For each folder of runs, `runs/bound-prior`, the files runs_bound_prior.csv and traces_bound_prior.csv."""
+    """For each folder of runs, `runs/bound-prior`, the files runs_bound_prior.csv and traces_bound_prior.csv.
+
+    A bound grid, `runs/bound-grid-prior`, already has its csv: bound_grid_prior.csv.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for experiment in sorted(path for path in runs.glob("*") if path.is_dir()):
+        if (experiment / GRID_CSV).exists():
+            shutil.copy(experiment / GRID_CSV, target / f"{experiment.name.replace('-', '_')}.csv")
+            continue
         name, folders = experiment.name.replace("-", "_"), run_folders([experiment])
         if folders and read_summary(experiment) is None:
             write(target / f"runs_{name}.csv", RUN_COLUMNS, map(run_row, folders))

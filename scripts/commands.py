@@ -12,6 +12,7 @@ from typing import Protocol
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ntkmarglik.config import Config
+from ntkmarglik.exits import exit_code
 from ntkmarglik.experiments import Scale, described, difference, estimator, label_of, load
 
 __all__ = ["Experiment", "Printable", "Scale", "print_commands", "runs"]
@@ -68,8 +69,13 @@ def print_commands(description: str | None, experiments: Callable[[Scale], Seque
     parser.add_argument("--wandb", action="store_true", help="mirror the runs to wandb")
     parser.add_argument("--seeds", type=int, nargs="+", default=[], help="instead of the paper's seeds")
     given = parser.parse_args()
+    if exit_code(lambda: print(*_lines(given, experiments(given.scale)), sep="\n")):
+        sys.exit(1)
+
+
+def _lines(given: argparse.Namespace, experiments: Sequence[Printable]) -> Iterator[str]:
     root = Path("runs") if given.scale == "full" else Path("runs/small")
-    for experiment in experiments(given.scale):
-        print(*(f"# {line}" for line in experiment.heading(given.scale, given.seeds)), sep="\n")
-        place = {"device": given.device, "wandb": given.wandb, "data_root": given.data_root}
-        print(*experiment.commands(root, given.seeds, **place), sep="\n")
+    place = {"device": given.device, "wandb": given.wandb, "data_root": given.data_root}
+    for experiment in experiments:
+        yield from (f"# {line}" for line in experiment.heading(given.scale, given.seeds))
+        yield from experiment.commands(root, given.seeds, **place)

@@ -1,13 +1,17 @@
-"""Commands of Figures 1, 8-11 and 13: priors and invariances learned with every bound on MNIST-1000.
+"""Commands of Figures 1, 3-6 and 8-13: bounds on MNIST-1000 over grids, and priors and invariances learned with them.
 
 python scripts/generate_bound_commands.py > scripts/bound_commands.sh
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from commands import Experiment, Scale, print_commands, runs
+from commands import Experiment, Printable, Scale, print_commands, runs
 
 from ntkmarglik.config import Config
+from ntkmarglik.experiments import described, difference, load_grid
+from ntkmarglik.grid.config import GridConfig
 
 STRUCTURES = ("ntk", "blockdiag", "kfac", "diag")
 SUBSETS = (10, 20, 50, 100, 250, 500)
@@ -45,12 +49,66 @@ def estimators(names: list[str], scale: Scale) -> Iterator[Config]:
     return paper_runs(names) if scale == "full" else small_runs(names)
 
 
-def experiments(scale: Scale) -> list[Experiment]:
-    """Prior precisions alone, and with invariances."""
+# at small scale: the choices that are not multiplied with each other, one command each
+SMALL_GRIDS: dict[str, list[dict[str, tuple]]] = {
+    "bound-grid-prior": [
+        {"structures": ("ntk",), "subsets": (10, 50, 100, 250, 0), "roots": ("paper", "fisher", "eigen")},
+        {
+            "structures": ("blockdiag",),
+            "subsets": (10, 50, 100, 250, 0),
+            "outputs": ("all",),
+            "partitions": ("random",),
+        },
+        {"structures": ("kfac",), "subsets": (10, 100, 0), "outputs": ("all",), "partitions": ("random",)},
+        {"structures": ("diag",), "subsets": (0,), "outputs": ("all",)},
+    ],
+    "bound-grid-rotation": [
+        {"structures": ("ntk",), "subsets": (10, 50, 100, 250, 0), "roots": ("paper", "fisher")},
+        {"structures": ("kfac", "diag"), "subsets": (0,), "outputs": ("all",)},
+        {"structures": ("kfac",), "subsets": (10, 100), "outputs": ("all",), "partitions": ("random",)},
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid of bounds at one network; several commands fill one csv."""
+
+    name: str
+    what: str
+    configs: tuple[GridConfig, ...]
+
+    def heading(self, scale: Scale, seeds: Sequence[int]) -> list[str]:
+        """What it is; at small scale also what is smaller than in the paper."""
+        lines = [f"{self.name} ({self.what}): one network, {self.configs[0].grid.points} values"]
+        if scale == "small":
+            settings = described(difference(load_grid(self.name), load_grid(self.name, "small")))
+            lines.append(f"reduced: {settings}; fewer block sizes, roots and structures")
+        return lines
+
+    def commands(self, root: Path, seeds: Sequence[int], **place: object) -> Iterator[str]:
+        """One line for each part, to be run in this order; the network has its own seed, and there is no mirror."""
+        for config in self.configs:
+            where = {"out": root / self.name, "device": place["device"], "data_root": place["data_root"]}
+            yield config.updated(**where).command()
+
+
+def grid(name: str, what: str, scale: Scale) -> Grid:
+    """The grid of some figures."""
+    parts = SMALL_GRIDS[name] if scale == "small" else [{}]
+    return Grid(name, what, tuple(load_grid(name, scale).updated(**part) for part in parts))
+
+
+def experiments(scale: Scale) -> list[Printable]:
+    """Grids of bounds; prior precisions learned with every bound; the same with invariances."""
     reduced = "fewer block sizes and structures" if scale == "small" else ""
     return [
-        Experiment(name, (name,), figures, (0, 1, 2), tuple(estimators([name], scale)), reduced)
-        for name, figures in (("bound-prior", "Figures 10, 11, 13"), ("bound-lila", "Figures 1, 8, 9"))
+        grid("bound-grid-prior", "Figures 3-6, 12", scale),
+        grid("bound-grid-rotation", "Figures 3-6, 12", scale),
+        *(
+            Experiment(name, (name,), figures, (0, 1, 2), tuple(estimators([name], scale)), reduced)
+            for name, figures in (("bound-prior", "Figures 10, 11, 13"), ("bound-lila", "Figures 1, 8, 9"))
+        ),
     ]
 
 

@@ -13,6 +13,7 @@ from ntkmarglik import experiments
 from ntkmarglik.config import parse
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.experiments import difference, estimator, label_of, load
+from ntkmarglik.grid.config import parse as parse_grid
 from ntkmarglik.run import main
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +81,7 @@ def test_all_data_have_their_own_rates_and_the_timing_its_own_steps():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_file_is_read_and_says_what_it_is(path):
-    parse(["--config", str(path)])
+    (parse_grid if path.name.startswith("bound-grid") else parse)(["--config", str(path)])
     assert path.read_text().startswith("# ")
     assert path.parent.name != "small" or (path.parent.parent / path.name).exists()
 
@@ -88,7 +89,7 @@ def test_every_file_is_read_and_says_what_it_is(path):
 def test_a_small_experiment_differs_in_size_only():
     changed = difference(load("cifar"), load("cifar", scale="small"))
     assert changed["epochs"][0] == 300 and changed["n_data"][0] == 0
-    assert "n_data all -> 1000" in experiments.described(changed)
+    assert "n_data all -> 2000" in experiments.described(changed)
     assert difference(load("cifar"), load("cifar").updated(seed=3, out=Path("x"), resume=True)) == {}
 
 
@@ -114,6 +115,10 @@ def test_every_line_is_a_command_of_the_runner(generator, scale, capsys, monkeyp
     lines = printed(generator, capsys, monkeypatch, "--scale", scale, "--device", "cpu", "--wandb")
     commands = [line for line in lines if not line.startswith("#")]
     folders, parsed = set(), {}
+    grids = [line for line in commands if line.startswith("python bound_grid.py ")]
+    assert all(parse_grid(shlex.split(line)[2:]).command() == line and " --device cpu" in line for line in grids)
+    assert bool(grids) == (generator == "bound")
+    commands = [line for line in commands if line not in grids]
     for line in commands:
         # the runs of several seeds are parsed once: only these two settings differ
         seed, out = re.search(r" --seed (\d+)", line), re.search(r" --out (\S+)", line)
@@ -132,8 +137,14 @@ def script_of(generator):
     return script(f"generate_{generator}_commands").experiments("full")
 
 
+def runs_of(generator, scale="full"):
+    return [
+        e for e in script(f"generate_{generator}_commands").experiments(scale) if not e.name.startswith("bound-grid")
+    ]
+
+
 def test_the_paper_is_complete():
-    seeds = {e.name: len(e.seeds) for generator in GENERATORS for e in script_of(generator)}
+    seeds = {e.name: len(e.seeds) for generator in GENERATORS for e in runs_of(generator)}
     assert seeds == {
         "bound-prior": 3, "bound-lila": 3, "cifar": 5, "cifar-lila": 3, "tiny": 3, "tiny-lila": 3,
         "timing-prior": 1, "timing-lila": 1, "cifar-subsets": 3,
@@ -141,7 +152,7 @@ def test_the_paper_is_complete():
     (lila,) = script_of("lila")
     of_all_data = {label_of(c): (c.training.aug_steps, c.estimator.aug_block) for c in lila.configs}
     assert (of_all_data["kfac-N-1"], of_all_data["kfac-N-C"]) == ((45, 120), (140, 40))
-    for experiment in script_of("bound"):
+    for experiment in runs_of("bound"):
         labels = [label_of(config) for config in experiment.configs]
         assert len(labels) == len(set(labels))
         assert {"map", "full-N-C", "diag-N-C", "ntk-10-C", "ntk-250-1 grouped", "kfac-500-C grouped"} <= set(labels)
@@ -154,7 +165,7 @@ def kinds(scale):
     """One run of every kind: experiment, method, and whether it sees all data at once."""
     found = {}
     for generator in GENERATORS:
-        for experiment in script(f"generate_{generator}_commands").experiments(scale):
+        for experiment in runs_of(generator, scale):
             for config in experiment.configs:
                 data = "all" if config.estimator.subset == 0 else "blocks"
                 found.setdefault(f"{experiment.name} {config.estimator.method} {data}", config)

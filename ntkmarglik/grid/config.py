@@ -13,6 +13,7 @@ from ..config import Config, Estimator, Hyperparameters, Method, Problem, Run, T
 from ..settings import Settings, parse_as
 
 Structure = Literal["ntk", "blockdiag", "kfac", "diag", "full"]
+CSV = "grid.csv"  # in the folder of a grid
 SUBSETS = (10, 20, 50, 100, 250, 500, 0)
 
 

@@ -16,12 +16,11 @@ from ..exits import exit_code
 from ..methods import METHODS, Problem
 from ..run import prepare, train
 from .bound import Bound, bounds_of, exact_bound
-from .config import GridConfig, parse
+from .config import CSV, GridConfig, parse
 from .cost import seconds_of, shares_kernel, sizes_of
 from .evaluate import Evaluator, Reference, reference_of, values_of
 from .table import Table, row
 
-CSV = "grid.csv"
 # where a network was trained is not part of what it is
 MACHINE = {
     *("out", "data_root", "device", "threads", "memory_budget", "checkpoint_seconds", "eval_every"),
