@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,10 +26,8 @@ class Sizes:
 
     structure: str
     modules: tuple[int, ...]  # parameters of each module
-    groups: int  # of the prior; 0 if every weight has its own
     subset: int
     outputs: int
-    element: int  # bytes of a number
 
     @property
     def rows(self) -> int:
@@ -37,22 +36,6 @@ class Sizes:
     @property
     def n_parameters(self) -> int:
         return sum(self.modules)
-
-    def evidence_bytes(self) -> int:
-        """Memory of the curvature at most: rows and their kernels, or dense matrices; kfac and diag need little."""
-        if self.structure in ("kfac", "diag"):
-            return 0
-        if self.structure == "blockdiag":
-            return sum(self._block_bytes(size, -(-self.groups // len(self.modules))) for size in self.modules)
-        return self._block_bytes(self.n_parameters, self.groups)
-
-    def _block_bytes(self, parameters: int, groups: int) -> int:
-        """Exact curvature of some parameters, in the smaller of row space and weight space; determinants in float64."""
-        if self.structure != "ntk" and self.rows > parameters:
-            return (self.element + 4 * 8) * parameters**2
-        copies = 1 if groups else 4  # rows are scaled by the precision of each weight
-        kernels = self.element * max(1, groups) + 3 * 8
-        return copies * self.element * self.rows * parameters + kernels * self.rows**2
 
 
 def check_settings(config: Config) -> None:
@@ -108,12 +91,10 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
     sizes = Sizes(
         structure="ntk" if estimator.method in UNESTIMATED else estimator.method,
         modules=tuple(size for size in modules if size),
-        groups=problem.prior.log_precision.numel() if config.hyperparameters.prior != "diagonal" else 0,
         subset=estimator.subset or data.n_data,
         outputs=estimator.outputs or data.n_classes,
-        element=8 if config.run.precision == "float64" else 4,
     )
-    _check_memory(config, sizes)
+    _check_memory(config, sizes, problem)
     return sizes
 
 
@@ -122,23 +103,43 @@ def memory_budget(config: Config) -> float:
     return config.run.memory_budget * 1e9 or free_memory(device_of(config)) / 2
 
 
-def _check_memory(config: Config, sizes: Sizes) -> None:
+def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
     budget = memory_budget(config)
-    if sizes.evidence_bytes() <= budget:
+
+    def needed(**changes: Any) -> int:
+        return evidence_bytes(replace(sizes, **changes), problem)
+
+    if needed() <= budget:
         return
-    choices = ["--method kfac, which needs little memory"]
-    if sizes.outputs > 1 and replace(sizes, outputs=1).evidence_bytes() <= budget:
-        choices.insert(0, "--outputs 1")
-    fitting = sizes.subset
-    while fitting and replace(sizes, subset=fitting).evidence_bytes() > budget:
-        fitting -= max(1, fitting // 50)
-    if fitting:
-        choices.insert(0, f"--subset {fitting}")
+    choices = (
+        [f"--subset {fitting}"] if (fitting := _largest(lambda n: needed(subset=n) <= budget, sizes.subset)) else []
+    )
+    if sizes.outputs > 1 and needed(outputs=1) <= budget:
+        choices.append("--outputs 1")
+    if sizes.structure != "kfac" and needed(structure="kfac") <= budget:
+        choices.append("--method kfac")
     raise NtkMarglikError(
         f"The {sizes.structure} curvature of {sizes.subset} data points and {sizes.outputs} outputs needs about "
-        f"{sizes.evidence_bytes() / 1e9:.2g} GB for {sizes.n_parameters:,} weights, and {budget / 1e9:.2g} GB may be "
-        f"used (--memory-budget). Use {' or '.join(choices)}."
+        f"{needed() / 1e9:.2g} GB for {sizes.n_parameters:,} weights, and {budget / 1e9:.2g} GB may be used "
+        f"(--memory-budget). "
+        + (f"Use {' or '.join(choices)}." if choices else "Nothing smaller fits: raise --memory-budget.")
     )
+
+
+def evidence_bytes(sizes: Sizes, problem: Problem) -> int:
+    """Memory of an estimate and its gradient."""
+    ml = problem.marginal_likelihood(sizes.structure)
+    ml.outputs = sizes.outputs
+    return ml.memory(problem.data.x_train[:1], sizes.subset)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, if what fits is smaller than what does not; 0 if none does."""
+    low = 0
+    while low < most:
+        middle = (low + most + 1) // 2
+        low, most = (middle, most) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> str:
@@ -159,8 +160,7 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     if method.learns and config.run.baseline:
         copies = 1 if problem.augment is None else config.hyperparameters.aug_samples
         total += training.epochs * steps_per_epoch * weight_seconds / copies
-    needed = sizes.evidence_bytes()
-    memory = f"at most about {needed / 1e6:.0f} MB" if needed else "little"
+    needed, allowed = evidence_bytes(sizes, problem), memory_budget(config)
     lines = [
         f"data        {data.name}: {data.n_data} training, {len(data.y_test)} test, inputs {data.input_shape}, "
         f"{data.n_classes} classes",
@@ -168,7 +168,7 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         f"{len(list(problem.model.parameters()))} tensors",
         f"block       {sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
         f"{len(problem.partition())} blocks in a partition",
-        f"memory      {memory} for the curvature of a block; {memory_budget(config) / 1e9:.1f} GB allowed",
+        f"memory      about {needed / 1e6:.0f} MB for the curvature of a block; {allowed / 1e9:.1f} GB allowed",
         f"threads     {torch.get_num_threads()}",
         f"weights     {weights}",
         f"evidence    {evidence}",

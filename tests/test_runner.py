@@ -205,7 +205,7 @@ def test_the_subset_that_is_suggested_for_the_memory_is_accepted(out, capsys):
     assert main(tight) == 2
     suggested = capsys.readouterr().err.split("--subset ")[1].split()[0]
     assert main([*tight, "--subset", suggested]) == 0
-    with pytest.raises(NtkMarglikError, match="kfac"):
+    with pytest.raises(NtkMarglikError, match="Nothing smaller fits"):
         run(parse([*tight, "--memory-budget", "1e-7"]))
 
 

@@ -25,10 +25,8 @@ def sizes_of(reference: Reference, bound: Bound) -> Sizes:
     return Sizes(
         structure=bound.structure,
         modules=tuple(size for size in modules if size),
-        groups=reference.prior.log_precision.numel(),
         subset=bound.subset,
         outputs=bound.n_columns or reference.data.n_classes,
-        element=reference.data.x_train.element_size(),
     )
 
 
@@ -36,7 +34,7 @@ def shares_kernel(reference: Reference, bounds: list[Bound]) -> bool:
     """Whether the exact value is asked for and comes from the kernel of all rows, which then serves other bounds."""
     exact = exact_bound(reference.data.n_data)
     sizes = sizes_of(reference, exact)
-    return exact in bounds and sizes.rows <= sizes.n_parameters and sizes.groups > 0
+    return exact in bounds and sizes.rows <= sizes.n_parameters
 
 
 @dataclass(frozen=True)

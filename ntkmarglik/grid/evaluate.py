@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
-from laplace_marglik import Block, Evidence, GaussianPrior
+from laplace_marglik import Block, Evidence, GaussianPrior, SpectralMarginalLikelihood
 from torch import Tensor, nn
 
 from ..augment import ROTATION, AffineAugmentation
@@ -20,7 +20,6 @@ from .bound import Bound
 from .config import Grid, GridConfig
 from .copies import PairedCopies
 from .kernel import STRUCTURES, Kernel
-from .spectrum import SpectralMarginalLikelihood
 
 
 def values_of(grid: Grid) -> list[float]:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from asdl_marglik import eigenvalues, log_det_identity_plus, mixed_gram
-from laplace_marglik import Block, Evidence
+from laplace_marglik import Block, Evidence, SpectralMarginalLikelihood, Spectrum
 from laplace_marglik.evidence import Status
 from torch import Tensor
 
 from .bound import Bound
-from .spectrum import SpectralMarginalLikelihood, Spectrum
 
 STRUCTURES = ("ntk", "full")  # whose values are functions of the kernel
 

@@ -17,7 +17,7 @@ from ..methods import METHODS, Problem
 from ..run import prepare, train
 from .bound import Bound, bounds_of, exact_bound
 from .config import CSV, GridConfig, parse
-from .cost import seconds_of, shares_kernel, sizes_of
+from .cost import seconds_of, shares_kernel
 from .evaluate import Evaluator, Reference, reference_of, values_of
 from .table import Table, row
 
@@ -129,7 +129,7 @@ def _fitting(reference: Reference, bounds: list[Bound], config: GridConfig) -> l
     budget, exact = preflight.memory_budget(config.run_config()), exact_bound(reference.data.n_data)
     found = []
     for bound in bounds:
-        needed = sizes_of(reference, bound).evidence_bytes()
+        needed = reference.marginal_likelihood(bound, config.grid.kfac).memory(reference.data.x_train[:1], bound.subset)
         if needed <= budget:
             found.append(bound)
             continue

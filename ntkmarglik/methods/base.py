@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data import Dataset
-from ..machine import device_of, free_memory
 
 LearnsBy = Literal["nothing", "loss", "evidence"]
 
@@ -30,18 +29,12 @@ class Problem:
     generator: torch.Generator  # columns, partitions and augmentations of the evidence
 
     def marginal_likelihood(self, structure: str) -> MarginalLikelihood:
-        estimator = self.config.estimator
+        estimator, budget = self.config.estimator, self.config.run.memory_budget * 1e9
         return MarginalLikelihood(
             self.model, "classification", n_data=self.data.n_data, prior=self.prior, structure=structure,
             outputs=estimator.outputs or None, columns=estimator.columns, root=estimator.root, kfac=estimator.kfac,
-            augment=self.augment, generator=self.generator, memory_budget=self._memory_budget,
+            augment=self.augment, generator=self.generator, memory_budget=budget or None,
         )  # fmt: skip
-
-    @property
-    def _memory_budget(self) -> float | None:
-        """What --memory-budget allows beyond the library's own limit; less than that is checked before a run."""
-        given = self.config.run.memory_budget * 1e9
-        return given if given > free_memory(device_of(self.config)) / 2 else None
 
     def project(self) -> None:
         """Bring the augmentation back to where it is defined; to be called after each of its steps."""

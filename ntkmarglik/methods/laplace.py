@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from laplace_marglik import Evidence
+from laplace_marglik import Evidence, evidence_by_blocks
 
 from .base import LearnsBy, Problem, Round
-from .block_gradient import evidence_by_blocks
 from .map import Map
 
 
@@ -34,8 +33,8 @@ class Laplace(Map):
         cached: Callable[[], Evidence] | None = None
         size = self.problem.config.estimator.aug_block
         if self.full_batch and size and round_.augment_steps:
-            problem = self.problem
-            cached = evidence_by_blocks(self.ml, problem.data, min(size, problem.data.n_data), problem.generator)
+            generator = self.problem.generator
+            cached = evidence_by_blocks(self.ml, self.problem.data.dealt(size, generator), generator)
         for step in range(round_.steps):
             moves_augmentation = step < round_.augment_steps
             if not self.full_batch:

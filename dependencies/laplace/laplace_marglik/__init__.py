@@ -1,5 +1,6 @@
 """Marginal likelihoods of neural networks from blocks of data, differentiable in every hyperparameter."""
 
+from .block_gradient import evidence_by_blocks
 from .errors import MarglikError
 from .evidence import Evidence
 from .likelihood import (
@@ -15,9 +16,10 @@ from .likelihood import (
 from .marglik import MarginalLikelihood
 from .partition import Block, ClassPartition, Partition
 from .prior import GaussianPrior
+from .spectrum import SpectralMarginalLikelihood, Spectrum
 
 __all__ = [
     "Bernoulli", "Block", "Categorical", "ClassPartition", "DiagonalLikelihood", "Evidence", "FromLogProb", "Gaussian",
     "GaussianPrior", "HeteroscedasticGaussian", "Likelihood", "MarginalLikelihood", "MarglikError", "Partition",
-    "Poisson",
+    "Poisson", "SpectralMarginalLikelihood", "Spectrum", "evidence_by_blocks",
 ]  # fmt: skip

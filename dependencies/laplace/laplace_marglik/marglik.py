@@ -14,6 +14,8 @@ import torch
 from asdl_marglik import (
     ALL,
     STRUCTURES,
+    Arrangement,
+    Part,
     Passes,
     Plan,
     PlanChanged,
@@ -155,14 +157,14 @@ class MarginalLikelihood:
         """As `cached`, for one block of all N data."""
         return self._with_plan(lambda: self._reusable(self._all_data(loader, reuse=True)))
 
+    def memory(self, x: Any, n: int | None = None) -> int:
+        """Bytes that an estimate and its gradient take besides model and data: of x, or of n data points like these."""
+        return self._laid_out(x, n)[2].bytes
+
     def describe(self, x: Any) -> str:
         """How each weight's curvature is computed, as a table; x is any batch of inputs."""
-        plan = self._planned(self._placed(x))
-        n = len(tensors_of(x)[0])
-        problem = self._problem(plan, n, self._k(plan), self._copies(x))
-        parts = parts_of(self.structure, problem)
+        plan, parts, arrangement = self._laid_out(x)
         labels = {name: part.label for part in parts for name in part.names}
-        arrangement = self._budget.arrange(problem, parts, again=True)
         width = max(len(name) for name in plan.weights)
         lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
         for name, w in plan.weights.items():
@@ -172,6 +174,12 @@ class MarginalLikelihood:
             f"{arrangement.bytes / 1e6:.0f} MB"
         )
         return "\n".join(lines)
+
+    def _laid_out(self, x: Any, n: int | None = None) -> tuple[Plan, list[Part], Arrangement]:
+        plan = self._planned(self._placed(x))
+        problem = self._problem(plan, n or len(tensors_of(x)[0]), self._k(plan), self._copies(x))
+        parts = parts_of(self.structure, problem)
+        return plan, parts, self._budget.arrange(problem, parts, again=True)
 
     # -------------------------------------------------------------------------------------------------- assembly
 

@@ -10,41 +10,23 @@ Steps of one round share G, so that a step costs as much as its block (after Imm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from asdl_marglik import Part, Passes
-from laplace_marglik import Evidence, MarginalLikelihood
 from torch import Tensor
 
-from ..data import Dataset
-from ..errors import NtkMarglikError
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The training data dealt at random into blocks; can be read any number of times."""
-
-    data: Dataset
-    index: tuple[Tensor, ...]
-
-    @classmethod
-    def dealt(cls, data: Dataset, size: int, generator: torch.Generator) -> Blocks:
-        return cls(data, torch.randperm(data.n_data, generator=generator).split(size))
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (self[number] for number in range(len(self.index)))
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        own = self.index[number].to(self.data.x_train.device)
-        return self.data.x_train[own], self.data.y_train[own]
+from .errors import MarglikError
+from .evidence import Evidence
+from .marglik import MarginalLikelihood
 
 
 class BlockPasses(Passes):
     """A first pass over all blocks that is kept, and second passes over the next block only, times N/S."""
 
-    blocks: Blocks
+    blocks: Sequence[tuple[Any, Tensor]]
     order: Iterator[int]
 
     def second(
@@ -52,7 +34,7 @@ class BlockPasses(Passes):
     ) -> tuple[list[Tensor], list[Tensor]]:
         number = next(self.order)
         (x, y), columns = self.blocks[number], self.columns[number]
-        start = sum(map(len, self.blocks.index[:number]))
+        start = sum(len(targets) for targets in self.targets[:number])
         own = slice(start, start + len(y))
         # the seed of the block's augmentation in the first pass
         passes = Passes(**{f.name: getattr(self, f.name) for f in fields(Passes)})
@@ -71,19 +53,21 @@ class BlockPasses(Passes):
 
 
 def evidence_by_blocks(
-    ml: MarginalLikelihood, data: Dataset, size: int, generator: torch.Generator
+    ml: MarginalLikelihood, blocks: Sequence[tuple[Any, Tensor]], generator: torch.Generator
 ) -> Callable[[], Evidence]:
-    """A function that evaluates all data for the current prior; each gradient in the augmentation is of a new block."""
-    blocks = Blocks.dealt(data, size, generator)
+    """A function that evaluates all data for the current prior; each gradient in the augmentation is of a new block.
+
+    blocks: all data as batches (x, y) that can be read any number of times. generator: of their order.
+    """
     whole = ml._all_data(blocks)
     for part in whole.passes.parts:
         if type(part).summarise is not Part.summarise:
-            raise NtkMarglikError(
-                f"--aug-block needs a curvature that is a sum over data (kfac, diag), but that of {part.names[0]} is a "
-                "kernel; use --aug-block 0."
+            raise MarglikError(
+                f"gradients by blocks need a curvature that is a sum over data (kfac, diag), but that of "
+                f"{part.names[0]} is a kernel; use ml.full_batch"
             )
     passes = BlockPasses(**{f.name: getattr(whole.passes, f.name) for f in fields(Passes)})
-    passes.blocks, passes.order, passes.reuse = blocks, _rounds(len(blocks.index), generator), True
+    passes.blocks, passes.order, passes.reuse = blocks, _rounds(len(blocks), generator), True
     whole.passes = passes
     return lambda: ml._evidence(whole)
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from asdl_marglik import ALL, statistics
-from laplace_marglik import Block, Evidence, MarginalLikelihood
-from laplace_marglik.evidence import Status
 from torch import Tensor
 
-from ..errors import NtkMarglikError
+from .errors import MarglikError
+from .evidence import Evidence, Status
+from .marglik import MarginalLikelihood
+from .partition import Block
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,7 @@ class SpectralMarginalLikelihood(MarginalLikelihood):
     def spectrum(self, x: Tensor, y: Tensor, block: Block) -> Spectrum:
         """One pass over the block and one decomposition of its small matrices."""
         if self.prior.log_precision.numel() != 1:
-            raise NtkMarglikError(
-                "a spectrum needs one prior precision for all weights: GaussianPrior(model, 'scalar')."
-            )
+            raise MarglikError("a spectrum needs one prior precision for all weights: GaussianPrior(model, 'scalar').")
         with torch.no_grad():
             return self._with_plan(lambda: self._spectrum(x, y, block))
 
