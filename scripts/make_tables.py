@@ -20,6 +20,7 @@ from ntkmarglik import experiments, records
 from ntkmarglik.config import Config, parse
 from ntkmarglik.records import Row
 
+Change = tuple[Any, Any]  # of a setting
 PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
 REFERENCE = "kfac-n-c"  # times are relative to it
 BLOCKS = {"none": "prior", "affine": "invariance"}
@@ -119,20 +120,28 @@ def caption(layout: Layout, rows: list[Row]) -> str:
 
 def _scale(rows: list[Row], experiment: str) -> str:
     """In what the runs of a block differ from the paper's settings."""
-    differences = [_difference(_config(row), experiment) for row in rows]
-    common = {
-        name: change for name, change in differences[0].items() if all(d.get(name) == change for d in differences)
-    }
-    some = sorted({name for d in differences for name in d} - set(common))
+    of_runs = {id(row): _difference(_config(row), experiment) for row in rows}
+    shared = _shared(list(of_runs.values()))
+    changes, told = [experiments.described(shared)], set(shared)
+    for (dataset,), own in records.grouped(rows, "dataset").items():
+        only = {k: v for k, v in _shared([of_runs[id(row)] for row in own]).items() if k not in shared}
+        changes.append(f"{dataset} {experiments.described(only)}" if only else "")
+        told |= set(only)
+    rest = sorted({name for changed in of_runs.values() for name in changed} - told)
+    changes.append(f"in some runs also {', '.join(rest)}" if rest else "")
+    reduced = f"not the paper's size ({'; '.join(filter(None, changes))})" if any(changes) else "the paper's settings"
     seeds = sorted({len({m["seed"] for m in own}) for own in records.grouped(rows, "dataset", "estimator").values()})
     counted = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
-    changes = [experiments.described(common)] if common else []
-    changes += [f"in some runs also {', '.join(some)}"] if some else []
-    reduced = f"not the paper's size ({'; '.join(changes)})" if changes else "the paper's settings"
     return f"{reduced}, {counted} seed{'' if seeds[-1] == 1 else 's'}"
 
 
-def _difference(config: Config, experiment: str) -> dict[str, tuple[Any, Any]]:
+def _shared(differences: list[dict[str, Change]]) -> dict[str, Change]:
+    """The changes that all of them have."""
+    first, *others = differences
+    return {name: change for name, change in first.items() if all(d.get(name) == change for d in others)}
+
+
+def _difference(config: Config, experiment: str) -> dict[str, Change]:
     """Changed settings of a run; estimators of all data have settings of their own where there is a file for them."""
     own, left_out = f"{experiment}-full", OF_THE_ROW
     whole = config.estimator.subset == 0 and (experiments.CONFIGS / f"{own}.yaml").exists()
