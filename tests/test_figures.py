@@ -77,6 +77,14 @@ def test_every_figure_is_drawn_and_closed(name, data):
     assert (data / f"{name}.png").read_bytes().startswith(PNG) and not plt.get_fignums()
 
 
+def test_the_csv_of_a_grid_is_collected_as_it_is(tmp_path):
+    made = ILLUSTRATIONS / "data" / "bound_grid_prior.csv"
+    (tmp_path / "runs/bound-grid-prior").mkdir(parents=True)
+    shutil.copy(made, tmp_path / "runs/bound-grid-prior/grid.csv")
+    records.collect(tmp_path / "runs", tmp_path / "data")
+    assert (tmp_path / "data/bound_grid_prior.csv").read_text() == made.read_text()
+
+
 def test_numbers_of_the_paper_are_figures():
     assert set(NUMBERS.values()) <= set(FIGURES)
     assert set(NUMBERS) == {str(number) for number in range(1, 17)} - {"2"}  # a drawing without data
