@@ -15,6 +15,7 @@ class FastPaths:
     deferred_rows: bool = True  # rows of one weight at a time, where no second pass follows
     kept_chunks: bool = True  # the last chunks of the first pass are the first of the second
     fewer_seeds: bool = True  # no seed along a direction of the outputs that the likelihood ignores
+    packed_kernels: bool = True  # of a cached block: lower triangles side by side, vectors where the rank is one
 
 
 ALL = FastPaths()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .chunk import Chunk, Form, Request
+from .combination import Combination
 from .linalg import eigenvalues, log_det_identity_plus, weighted_sum
 from .part import Groups, Memory, Part, Settled
 
@@ -142,8 +143,11 @@ class Gram(Part):
 
     label = "kernel"
 
-    def __init__(self, names: tuple[str, ...], groups: Groups, factored: Collection[str] = (), *, half: bool = False):
-        self.names, self.groups = names, groups
+    def __init__(
+        self, names: tuple[str, ...], groups: Groups, factored: Collection[str] = (), *, half: bool = False,
+        packed: bool = True,
+    ):  # fmt: skip
+        self.names, self.groups, self.packed = names, groups, packed
         rows = _HalfRows if half else _Rows
         self.stores: list[_Store] = [
             _Factors(name) if name in factored and isinstance(groups[name], int) else rows(name) for name in names
@@ -217,21 +221,23 @@ class Gram(Part):
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
-        return log_det_identity_plus(mixed_gram(self._total(statistics[0], scale, log_precision), mixing))
+        total = weighted_sum(self._weights(scale, log_precision), statistics[0])
+        return log_det_identity_plus(mixed_gram(total, mixing))
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         return eigenvalues(mixed_gram(statistics[0].sum(0).double(), mixing))
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        grams = torch.stack([mixed_gram(gram.double(), mixing) for gram in statistics[0]])
-        return lambda scale, log_precision: log_det_identity_plus(self._total(grams, scale, log_precision))
+        if not self.packed:
+            return super().settled(statistics, mixing)
+        grams = (mixed_gram(gram.double(), mixing) for gram in statistics[0])
+        kernels = Combination(grams, torch.finfo(statistics[0].dtype).eps)
+        return lambda scale, log_precision: kernels.log_det_identity_plus(self._weights(scale, log_precision))
 
-    def _total(self, grams: Tensor, scale: Tensor, log_precision: Tensor) -> Tensor:
-        """V P0^-1 V^T of all weights together."""
-        weights = torch.exp(-log_precision[self.shared])
-        if self.elementwise:
-            weights = torch.cat([weights, weights.new_ones(1)])
-        return weighted_sum(scale * weights, grams)
+    def _weights(self, scale: Tensor, log_precision: Tensor) -> Tensor:
+        """What each Gram matrix is multiplied with in V P0^-1 V^T."""
+        weights = scale * torch.exp(-log_precision[self.shared])
+        return torch.cat([weights, scale.reshape(1)]) if self.elementwise else weights
 
 
 def mixed_gram(gram: Tensor, mixing: Tensor | None) -> Tensor:

@@ -10,31 +10,39 @@ from torch import Tensor
 from .errors import CurvatureError
 
 
+def log_det_factor(identity_plus: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """log|M| of M = I + K given by its lower triangle, and what `inverse_of` takes: a factor of M, or its inverse."""
+    factor, info = torch.linalg.cholesky_ex(identity_plus)
+    if not info.any():
+        return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), factor, True
+    # rounding in float32 rows pushed an eigenvalue of K below -1: clamp it to the true range
+    if not identity_plus.isfinite().all():
+        raise CurvatureError("the kernel contains NaN or infinity; check inputs and weights for such values")
+    values, vectors = torch.linalg.eigh(identity_plus)
+    values = values.clamp_min(1.0)
+    return values.log().sum(-1), (vectors / values.unsqueeze(-2)) @ vectors.mT, False
+
+
+def inverse_of(saved: Tensor, is_factor: bool) -> Tensor:
+    """M^-1 from what `log_det_factor` returned."""
+    return torch.cholesky_inverse(saved) if is_factor else saved
+
+
 class _LogDetIdentityPlus(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         identity_plus = matrix.to(torch.float64, copy=True)
         identity_plus = (identity_plus + identity_plus.mT).div_(2)
         identity_plus.diagonal(dim1=-2, dim2=-1).add_(1)
-        factor, info = torch.linalg.cholesky_ex(identity_plus)
-        if info.any():  # rounding in float32 rows pushed an eigenvalue of K below -1: clamp it to the true range
-            if not identity_plus.isfinite().all():
-                raise CurvatureError("the kernel contains NaN or infinity; check inputs and weights for such values")
-            values, vectors = torch.linalg.eigh(identity_plus)
-            values = values.clamp_min(1.0)
-            inverse, value = (vectors / values.unsqueeze(-2)) @ vectors.mT, values.log().sum(-1)
-        else:
-            value = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-            inverse = None
-        ctx.save_for_backward(factor if inverse is None else inverse)
-        ctx.is_factor, ctx.dtype = inverse is None, matrix.dtype
+        value, saved, ctx.is_factor = log_det_factor(identity_plus)
+        ctx.save_for_backward(saved)
+        ctx.dtype = matrix.dtype
         return value
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         (saved,) = ctx.saved_tensors
-        inverse = torch.cholesky_inverse(saved) if ctx.is_factor else saved
-        return (cotangents[0][..., None, None] * inverse).to(ctx.dtype)
+        return (cotangents[0][..., None, None] * inverse_of(saved, ctx.is_factor)).to(ctx.dtype)
 
 
 def log_det_identity_plus(matrix: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
 
 def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
     factored = [name for name in names if _cheaper_as_factors(problem, name)]
-    return Gram(names, problem.groups, factored, half=problem.half_rows)
+    return Gram(names, problem.groups, factored, half=problem.half_rows, packed=problem.fast.packed_kernels)
 
 
 def _cheaper_as_factors(problem: Problem, name: str) -> bool:

@@ -21,7 +21,11 @@ class PreparedBlock:
     n_column_blocks: float
     status: Status
     squares: Tensor  # of the weights, for the scatter
-    log_dets: list[Settled] = field(default_factory=list)  # as functions of the prior, where all else stays
+    # where all but prior, noise and temperature stays: log-determinants as functions of the prior, outputs, and
+    # log-probabilities if no noise enters them
+    log_dets: list[Settled] = field(default_factory=list)
+    f: Tensor | None = None
+    log_prob: Tensor | None = None
 
     @property
     def n_blocks(self) -> float:

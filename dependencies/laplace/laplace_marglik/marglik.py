@@ -7,6 +7,7 @@ log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
@@ -316,28 +317,34 @@ class MarginalLikelihood:
             if not passes.summary_depends_on_precision:
                 mixing = passes.rule.weights(f, *passes.rows_of_data)
                 block.log_dets = [p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)]
+                block.f, block.log_prob = f, self._log_prob(block, f) if self.likelihood.constant_log_prob else None
         return lambda: self._evidence(block)
 
-    def _evidence(self, block: PreparedBlock) -> Evidence:
-        passes = block.passes
-        if not self.prior.log_precision.isfinite().all():
-            raise MarglikError("the prior's log_precision contains NaN or infinity")
-        f, parts = statistics(passes, self.prior.log_precision)
-        theta, scale = self.prior.log_precision.double(), self.likelihood.curvature_scale()
-        if block.log_dets:
-            log_dets = [settled(scale, theta) for settled in block.log_dets]
-        else:
-            mixing = passes.rule.weights(f, *passes.rows_of_data)
-            log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
-        each = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), passes.rows_of_data[0])
+    def _log_prob(self, block: PreparedBlock, f: Tensor) -> Tensor:
+        """log p(y | f) of all data in the block."""
+        each = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), block.passes.rows_of_data[0])
         if not each.isfinite().all():
             raise MarglikError(
                 f"the log-likelihood of datum {int((~each.isfinite()).nonzero()[0])} is not finite; check its target"
             )
+        return each.sum()
+
+    def _evidence(self, block: PreparedBlock) -> Evidence:
+        passes, log_precision = block.passes, self.prior.log_precision
+        if not math.isfinite(log_precision.detach().sum()):
+            raise MarglikError("the prior's log_precision contains NaN or infinity")
+        theta, scale, f = log_precision.double(), self.likelihood.curvature_scale(), block.f
+        if f is not None:
+            log_dets = [settled(scale, theta) for settled in block.log_dets]
+        else:
+            f, parts = statistics(passes, log_precision)
+            mixing = passes.rule.weights(f, *passes.rows_of_data)
+            log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
+        log_prob = self._log_prob(block, f) if block.log_prob is None else block.log_prob
         return Evidence(
-            log_likelihood=block.n_data_blocks * each.sum() * torch.exp(-self.likelihood.log_temperature.double()),
+            log_likelihood=block.n_data_blocks * log_prob * torch.exp(-self.likelihood.log_temperature.double()),
             scatter=self.prior.scatter(block.squares),
-            log_det_ratio=block.n_blocks * torch.stack(log_dets).sum(),
+            log_det_ratio=block.n_blocks * (torch.stack(log_dets).sum() if len(log_dets) > 1 else log_dets[0]),
             n_blocks=block.n_blocks,
             status=block.status,
         )

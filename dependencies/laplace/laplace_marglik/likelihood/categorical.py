@@ -29,6 +29,8 @@ from .base import Likelihood, Root
 class Categorical(Likelihood):
     """y in {0, ..., C - 1} with logits f [n, C], or f [n, C, ...] with targets [n, ...], as in `cross_entropy`."""
 
+    constant_log_prob = True
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         log_p, y = self._log_p(f), y.reshape(len(f), -1)
         if y.shape[1] != log_p.shape[1] or y.is_floating_point():

@@ -71,6 +71,8 @@ class Gaussian(DiagonalLikelihood):
 class Bernoulli(DiagonalLikelihood):
     """Independent binary targets y in {0, 1} with logits f (multi-label classification)."""
 
+    constant_log_prob = True
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return self._sum(-F.binary_cross_entropy_with_logits(f, _matching(y, f), reduction="none"))
 
@@ -83,6 +85,8 @@ class Bernoulli(DiagonalLikelihood):
 
 class Poisson(DiagonalLikelihood):
     """Counts y with log-rates f."""
+
+    constant_log_prob = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         y = _matching(y, f)
@@ -100,6 +104,8 @@ class HeteroscedasticGaussian(DiagonalLikelihood):
 
     Its Hessian is indefinite; the curvature used is the expected one (Fisher information), diag(1/v, 1/2).
     """
+
+    constant_log_prob = True
 
     def _split(self, f: Tensor) -> tuple[Tensor, Tensor]:
         if f.dim() != 2 or f.shape[1] % 2:
