@@ -236,7 +236,8 @@ class Gram(Part):
 
     def _weights(self, scale: Tensor, log_precision: Tensor) -> Tensor:
         """What each Gram matrix is multiplied with in V P0^-1 V^T."""
-        weights = scale * torch.exp(-log_precision[self.shared])
+        everything = len(self.shared) == len(log_precision)  # then taking entries would only cost time
+        weights = scale * torch.exp(-(log_precision if everything else log_precision[self.shared]))
         return torch.cat([weights, scale.reshape(1)]) if self.elementwise else weights
 
 
