@@ -6,6 +6,7 @@ import pytest
 import torch
 from asdl_marglik import ALL, FastPaths, Passes
 from asdl_marglik.combination import Combination
+from asdl_marglik.stores import SharedFactors
 from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError
 from torch import nn
 
@@ -76,6 +77,29 @@ def test_each_shortcut_alone(structure, kfac, switch):
     alone, slow = (estimator(structure, kfac, torch.float64, None, 2) for _ in range(2))
     alone._fast, slow._fast = replace(NONE, **{switch: True}), NONE
     assert_same(evaluated(alone, torch.float64), evaluated(slow, torch.float64), 1e-9)
+
+
+@pytest.mark.parametrize("block", [2**20, 100], ids=["at once", "one datum at a time"])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_shared_factors_of_several_seeds_and_positions(activation, block, monkeypatch):
+    """Piecewise linear networks need the cotangents of inputs, smooth ones those of output cotangents too."""
+    monkeypatch.setattr("asdl_marglik.stores.BLOCK", block)
+    used: list[str] = []
+    gram = SharedFactors.gram
+    monkeypatch.setattr(SharedFactors, "gram", lambda self, *given: used.append(self.name) or gram(self, *given))
+    found = []
+    for fast in (ALL, replace(ALL, shared_factors=False)):
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 12, 3, stride=3), activation(), nn.Conv2d(12, 16, 3, padding=1), activation()]
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 10)).double()
+        ml = MarginalLikelihood(
+            model, "classification", n_data=90, prior=GaussianPrior(model),
+            augment=AffineAugmentation(1, init=0.3).double(), generator=torch.Generator().manual_seed(1), chunk=4,
+        )  # fmt: skip
+        ml._fast = fast
+        found.append(evaluated(ml, torch.float64))
+    assert used == ["2.weight"]
+    assert_same(*found, 1e-9)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -11,6 +11,7 @@ class FastPaths:
 
     piecewise_linear: bool = True  # leave out the derivative of output cotangents where it is zero
     factored_rows: bool = True  # a kernel from the factors of rows, without the rows
+    shared_factors: bool = True  # the same for several seeds and positions, which share a datum's inputs
     factored_sides: bool = True  # a Kronecker factor's eigenvalues from the Gram matrix of its rows
     deferred_rows: bool = True  # rows of one weight at a time, where no second pass follows
     kept_chunks: bool = True  # the last chunks of the first pass are the first of the second

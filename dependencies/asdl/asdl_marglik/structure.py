@@ -13,6 +13,7 @@ from .kernel import Gram
 from .kron import Kron, Setting
 from .part import Groups, Part
 from .plan import Plan
+from .stores import Factors, HalfRows, Rows, SharedFactors, Store
 
 EXACT_BLOCK = 1024  # a weight without a Kronecker form gets its exact block up to this side, else its diagonal
 EXACT_BLOCK_ROWS = 2**24  # and up to this many numbers in its rows
@@ -58,18 +59,22 @@ def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
 
 
 def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
-    factored = [name for name in names if _cheaper_as_factors(problem, name)]
-    return Gram(names, problem.groups, factored, half=problem.half_rows, packed=problem.fast.packed_kernels)
+    return Gram([_store(problem, name) for name in names], problem.groups, packed=problem.fast.packed_kernels)
 
 
-def _cheaper_as_factors(problem: Problem, name: str) -> bool:
-    """Whether products of factors cost less than products of rows: T^2 (D + O) against D O for each pair of rows."""
-    plan = problem.plan
+def _store(problem: Problem, name: str) -> Store:
+    """Rows, or the factors of rows where their products cost less for each pair of data points."""
+    rows = HalfRows(name) if problem.half_rows else Rows(name)
+    plan, k = problem.plan, problem.rows_per_datum
     single = name in plan.kronecker & plan.factor_sides.keys() and len(plan.uses_of[name]) == 1
-    if not problem.fast.factored_rows or not single or plan.uses_of[name][0][1] == "bias":
-        return False
+    if not single or plan.uses_of[name][0][1] == "bias" or not isinstance(problem.groups[name], int):
+        return rows
     t, (o, d) = problem.copies * plan.positions[name], plan.factor_sides[name]
-    return FACTOR_MARGIN * t**2 * (d + o) < d * o and (t * problem.n_rows) ** 2 < FACTOR_PAIRS
+    if problem.fast.shared_factors and k > 1 and t > 1:
+        cheaper = FACTOR_MARGIN * (t**2 * d + k * o * t**2 + k**2 * o * t) < k**2 * d * o
+        return SharedFactors(name) if cheaper else rows
+    cheaper = FACTOR_MARGIN * t**2 * (d + o) < d * o and (t * problem.n_rows) ** 2 < FACTOR_PAIRS
+    return Factors(name) if problem.fast.factored_rows and cheaper else rows
 
 
 def _ntk(problem: Problem) -> list[Part]:

@@ -1,0 +1,190 @@
+"""How the rows of one weight are kept for their Gram matrix.
+
+As they are (N P numbers, N^2 P operations) or, where that is cheaper, as the factors of which they are sums of outer
+products: v_ik = sum_t g_ikt a_it^T for datum i and seed k, so that
+
+    <v_ik, v_jl> = sum_tt' <a_it, a_jt'> <g_ikt, g_jlt'>
+
+For one seed or one position all the products are formed. For more, in the order that costs least for each pair of data
+points, T^2 D + K O T^2 + K^2 O T operations instead of the K^2 D O of rows: inputs with inputs, cotangents of i with
+that, cotangents of j with that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from .chunk import Chunk, Form
+
+if TYPE_CHECKING:
+    from .structure import Problem
+
+BLOCK = 2**20  # entries of an intermediate of shared factors: it stays in the cache
+
+
+class Store(ABC):
+    """How the rows of one weight are kept."""
+
+    slots: int  # number of observations
+    asks: Form | Literal["rows"]  # of the output cotangents
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @abstractmethod
+    def bytes_per_datum(self, problem: Problem) -> int:
+        """Memory that is kept of each datum."""
+
+    @abstractmethod
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
+        """The chunk's observations, each [n, ...], possibly written to `out`."""
+
+    @abstractmethod
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        """V P^-1 V^T [N, N] for a precision per element, V V^T without."""
+
+    @abstractmethod
+    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
+        """Hand the chunk of data `own` its cotangents, from the symmetric cotangent of its rows of the Gram matrix."""
+
+
+class Rows(Store):
+    """Rows as they are, [n, K, P]."""
+
+    slots = 1
+    asks = "rows"
+
+    def bytes_per_datum(self, problem: Problem) -> int:
+        return problem.element * problem.rows_per_datum * problem.sizes[self.name]
+
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
+        if out is None:
+            return [chunk.rows(self.name).reshape(chunk.n, chunk.k, -1)]
+        chunk.rows(self.name, out[0].view(chunk.n, chunk.k, *chunk.plan.weights[self.name].shape))
+        return out
+
+    def all_rows(self, kept: list[Tensor]) -> Tensor:
+        """Rows of all data [N, P]."""
+        return kept[0].flatten(0, 1)
+
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        v = self.all_rows(kept)
+        return (v if inverse_precision is None else v * inverse_precision) @ v.mT
+
+    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
+        v = self.all_rows(kept)
+        rows_bar = torch.mm(bar, v, out=chunk.scratch.take(v, len(bar), v.shape[1]))
+        if inverse_precision is not None:
+            rows_bar *= inverse_precision
+        chunk.pull_rows(self.name, rows_bar.reshape(chunk.n, chunk.k, *chunk.plan.weights[self.name].shape))
+
+
+class HalfRows(Rows):
+    """Rows in half precision [n, K, P], each with its own scale [n, K, 1]; arithmetic stays in the model's dtype."""
+
+    slots = 2
+
+    def bytes_per_datum(self, problem: Problem) -> int:
+        return super().bytes_per_datum(problem) // problem.element * torch.float16.itemsize
+
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
+        rows = chunk.rows(self.name).reshape(chunk.n, chunk.k, -1)
+        scale = rows.abs().amax(2, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+        found = [(rows / scale).half(), scale]
+        return found if out is None else [place.copy_(t) for place, t in zip(out, found, strict=True)]
+
+    def all_rows(self, kept: list[Tensor]) -> Tensor:
+        rows, scale = kept
+        return rows.to(scale.dtype).mul_(scale).flatten(0, 1)
+
+
+class Factors(Store):
+    """Inputs a [n, T, D] and output cotangents g [n, K, T, O] of a linear map with few shared positions T."""
+
+    slots = 2
+    asks = "all"
+
+    def bytes_per_datum(self, problem: Problem) -> int:
+        o, d = problem.plan.factor_sides[self.name]
+        return problem.element * problem.copies * problem.plan.positions[self.name] * (d + problem.rows_per_datum * o)
+
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
+        (patches,), (positions,) = chunk.input_factors(self.name, "all"), chunk.output_factors(self.name, "all")
+        assert patches is not None
+        return [patches.squeeze(2), positions.squeeze(3)]
+
+    def _products(self, kept: list[Tensor], own: slice) -> tuple[Tensor, Tensor]:
+        """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with all."""
+        a, g = kept
+        inputs = a[own].flatten(0, 1) @ a.flatten(0, 1).mT
+        outputs = g[own].flatten(0, 2) @ g.flatten(0, 2).mT
+        n, t, (k,) = len(a[own]), a.shape[1], g.shape[1:2]
+        return inputs.view(n, 1, t, len(a), 1, t), outputs.view(n, k, t, len(a), k, t)
+
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        inputs, outputs = self._products(kept, slice(None))
+        n, k = outputs.shape[:2]
+        return (inputs * outputs).sum((2, 5)).reshape(n * k, n * k)
+
+    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
+        a, g = kept
+        inputs, outputs = self._products(kept, own)
+        n, k, t = outputs.shape[:3]
+        bar = bar.view(n, k, 1, len(a), k, 1)
+        a_bar = (bar * outputs).sum((1, 4)).reshape(n * t, -1) @ a.flatten(0, 1)
+        g_bar = (bar * inputs).reshape(n * k * t, -1) @ g.flatten(0, 2)
+        chunk.pull_factors(self.name, "all", [(a_bar.view(n, t, 1, -1), g_bar.view(n, k, t, 1, -1))])
+
+
+class SharedFactors(Factors):
+    """Inputs a [n, T, D] and output cotangents g [n, T, K, O]: the seeds of a datum share its inputs."""
+
+    def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
+        a, g = super().observe(chunk, None)
+        found = [a, g.transpose(1, 2)]
+        if out is not None:
+            return [place.copy_(t) for place, t in zip(out, found, strict=True)]
+        return [t.contiguous() for t in found]
+
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        a, g = kept
+        n, t, k, o = g.shape
+        gram = g.new_empty(n, k, n, k)
+        memory = g.new_empty(self._step(g) * t, k * o)
+        for i in range(n):
+            for own in self._blocks(g, i + 1):  # the other half is its mirror image
+                inputs = a[own].flatten(0, 1) @ a[i].mT  # [n' T, T]
+                with_i = torch.mm(inputs, g[i].flatten(1), out=memory[: len(inputs)]).view(-1, k, o)
+                found = (with_i @ g[own].flatten(0, 1).mT).view(-1, t, k, k).sum(1)
+                gram[i, :, own] = found.transpose(0, 1)
+                gram[own, :, i] = found.mT
+        return gram.view(n * k, n * k)
+
+    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
+        a, g = kept
+        n, t, k = g.shape[:3]
+        bar = bar.view(-1, k, n, k)
+        a_bar, g_bar = (torch.zeros_like(f[own]) for f in kept)
+        for i, (a_i, g_i) in enumerate(zip(a[own], g[own], strict=True)):
+            for others in self._blocks(g, n):
+                # cotangents of j, weighted for every seed of i [n', T, K, O]
+                weighted = (bar[i, :, others].transpose(0, 1).unsqueeze(1) @ g[others]).flatten(0, 1).flatten(1)
+                a_others = a[others].flatten(0, 1)
+                a_bar[i].addmm_(g_i.flatten(1) @ weighted.mT, a_others)
+                if chunk.differentiable:
+                    g_bar[i].view(t, -1).addmm_(a_i @ a_others.mT, weighted)
+        chunk.pull_factors(self.name, "all", [(a_bar.unsqueeze(2), g_bar.transpose(1, 2).unsqueeze(3))])
+
+    def _step(self, g: Tensor) -> int:
+        """Data points at once."""
+        return min(len(g), max(1, BLOCK // g[0].numel()))
+
+    def _blocks(self, g: Tensor, stop: int) -> Iterator[slice]:
+        """The first `stop` data points, some at a time."""
+        step = self._step(g)
+        return (slice(start, min(start + step, stop)) for start in range(0, stop, step))
