@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .block import PreparedBlock, status_of
+from .description import described
 from .errors import MarglikError
 from .evidence import Evidence
 from .likelihood import Likelihood, likelihood_for
@@ -164,17 +165,7 @@ class MarginalLikelihood:
 
     def describe(self, x: Any) -> str:
         """How each weight's curvature is computed, as a table; x is any batch of inputs."""
-        plan, parts, arrangement = self._laid_out(x)
-        labels = {name: part.label for part in parts for name in part.names}
-        width = max(len(name) for name in plan.weights)
-        lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
-        for name, w in plan.weights.items():
-            lines.append(f"{name:<{width}}  {w.numel():>10}  {plan.rules[name]:<26}  {labels[name]}")
-        lines.append(
-            f"piecewise linear: {plan.piecewise_linear}; inputs per chunk: {arrangement.chunk_inputs}; about "
-            f"{arrangement.bytes / 1e6:.0f} MB"
-        )
-        return "\n".join(lines)
+        return described(*self._laid_out(x))
 
     def _laid_out(self, x: Any, n: int | None = None) -> tuple[Plan, list[Part], Arrangement]:
         plan = self._planned(self._placed(x))

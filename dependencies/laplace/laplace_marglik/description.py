@@ -1,0 +1,21 @@
+"""How an estimate is computed, as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asdl_marglik import Arrangement, Part, Plan
+
+
+def described(plan: Plan, parts: Sequence[Part], arrangement: Arrangement) -> str:
+    """A line for each weight, and one for the passes."""
+    labels = {name: part.label for part in parts for name in part.names}
+    width = max(len(name) for name in plan.weights)
+    lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
+    for name, w in plan.weights.items():
+        lines.append(f"{name:<{width}}  {w.numel():>10}  {plan.rules[name]:<26}  {labels[name]}")
+    lines.append(
+        f"piecewise linear: {plan.piecewise_linear}; inputs per chunk: {arrangement.chunk_inputs}; about "
+        f"{arrangement.bytes / 1e6:.0f} MB"
+    )
+    return "\n".join(lines)
