@@ -1,6 +1,10 @@
 """Marginal likelihoods of neural networks from blocks of data, differentiable in every hyperparameter."""
 
 from .block_gradient import evidence_by_blocks
+from .clml import ConditionalScore, clml
+from .covariance import LowRankCovariance
+from .diagonal import DiagonalLaplace
+from .elbo import Bounds, DataEmphasizedELBO
 from .errors import MarglikError
 from .evidence import Evidence
 from .likelihood import (
@@ -15,11 +19,13 @@ from .likelihood import (
 )  # fmt: skip
 from .marglik import MarginalLikelihood
 from .partition import Block, ClassPartition, Partition
+from .posterior import FixedPosterior, Posterior
 from .prior import GaussianPrior
 from .spectrum import SpectralMarginalLikelihood, Spectrum
 
 __all__ = [
-    "Bernoulli", "Block", "Categorical", "ClassPartition", "DiagonalLikelihood", "Evidence", "FromLogProb", "Gaussian",
-    "GaussianPrior", "HeteroscedasticGaussian", "Likelihood", "MarginalLikelihood", "MarglikError", "Partition",
-    "Poisson", "SpectralMarginalLikelihood", "Spectrum", "evidence_by_blocks",
+    "Bernoulli", "Block", "Bounds", "Categorical", "ClassPartition", "ConditionalScore", "DataEmphasizedELBO",
+    "DiagonalLaplace", "DiagonalLikelihood", "Evidence", "FixedPosterior", "FromLogProb", "Gaussian", "GaussianPrior",
+    "HeteroscedasticGaussian", "Likelihood", "LowRankCovariance", "MarginalLikelihood", "MarglikError", "Partition",
+    "Poisson", "Posterior", "SpectralMarginalLikelihood", "Spectrum", "clml", "evidence_by_blocks",
 ]  # fmt: skip

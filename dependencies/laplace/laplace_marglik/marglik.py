@@ -96,6 +96,8 @@ class MarginalLikelihood:
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self._plan: Plan | None = None
         prior.deviations(self.weights)  # refuses a prior for another model
+        if prior.covariance:
+            raise MarglikError("curvature needs a prior of independent weights; drop covariance=, or use an ELBO")
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:

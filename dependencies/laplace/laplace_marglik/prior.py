@@ -10,37 +10,44 @@ import torch
 from asdl_marglik import Groups, matches, trainable
 from torch import Tensor, nn
 
+from .covariance import LowRankCovariance
 from .errors import MarglikError
 
 Structure = Literal["scalar", "layerwise", "diagonal"]
 
 
 class GaussianPrior(nn.Module):
-    """w ~ N(mean, precision^-1), the precision shared within groups of weights.
+    """w ~ N(mean, Sigma / precision), the precision shared within groups of weights; Sigma = I unless given.
 
     Groups: "scalar" (one for all), "layerwise" (one per parameter tensor), "diagonal" (one per element), or a mapping
     from name patterns to group names, the first pattern that fits deciding ({"head.*": "head", "*": "body"}).
     `log_precision` [G] is the parameter to learn, groups in the order of `model.named_parameters()`.
 
-    precision: initial value, one for all, or by group name. mean: a number, a mapping from parameter names to tensors
-    (others zero), or "current" for the weights as they are now (L2-SP). hyper: name patterns of parameters that are not
-    weights.
+    precision: initial value, one for all, or by group name. groups: in place of a structure, one group for each name
+    pattern with its initial precision (None: `precision`); every weight must fit exactly one ({"backbone.*": 1.0,
+    "head.*": None}). mean: a number, a mapping from parameter names to tensors (others zero), or "current" for the
+    weights as they are now (L2-SP). covariance: Sigma of some groups by name, as of pretrained weights; for variational
+    objectives only. hyper: name patterns of parameters that are not weights.
     """
 
     log_precision: nn.Parameter
 
     def __init__(
         self, model: nn.Module, structure: Structure | Mapping[str, str] = "layerwise",
-        precision: float | Mapping[str, float] = 1.0, *,
-        mean: float | Mapping[str, Tensor] | Literal["current"] = 0.0, hyper: Iterable[str] = (),
+        precision: float | Mapping[str, float] = 1.0, *, groups: Mapping[str, float | None] | None = None,
+        mean: float | Mapping[str, Tensor] | Literal["current"] = 0.0,
+        covariance: Mapping[str, LowRankCovariance] | None = None, hyper: Iterable[str] = (),
     ):  # fmt: skip
         super().__init__()
         weights = trainable(model, hyper)
         if not weights:
             raise MarglikError("the model has no parameters that require grad; unfreeze some or name fewer as hyper")
+        if groups is not None:
+            structure, precision = _exclusive(groups, structure, precision, weights)
         self.groups: Groups
         self.group_names: list[str]
-        self.groups, self.group_names = _groups(structure, weights)
+        self.groups, self.group_names = groups_of(structure, weights)
+        self.covariance = _covariance(covariance or {}, self.groups, self.group_names, weights)
         first = next(iter(weights.values()))
         self.log_precision = nn.Parameter(_initial(precision, self.groups, self.group_names, first))
         self._means = _means(mean, weights)
@@ -67,7 +74,7 @@ class GaussianPrior(nn.Module):
         deviations = {}
         for name, w in weights.items():
             mean = self.mean_of(name)
-            deviations[name] = w - (mean.to(w) if isinstance(mean, Tensor) else mean)
+            deviations[name] = w - mean.to(w) if isinstance(mean, Tensor) else w - mean if mean else w
         return deviations
 
     def squares(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -97,7 +104,8 @@ class GaussianPrior(nn.Module):
         return torch.stack(terms).sum()
 
 
-def _groups(structure: Structure | Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[Groups, list[str]]:
+def groups_of(structure: Structure | Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[Groups, list[str]]:
+    """The entry (or entries) of a vector that belong to each weight, and the name of every entry."""
     if isinstance(structure, Mapping):
         return _groups_by_pattern(structure, weights)
     if structure == "scalar":
@@ -123,6 +131,46 @@ def _groups_by_pattern(patterns: Mapping[str, str], weights: Mapping[str, Tensor
         of[name] = fitting[0]
     names = list(dict.fromkeys(of.values()))
     return {name: names.index(group) for name, group in of.items()}, names
+
+
+def _exclusive(
+    groups: Mapping[str, float | None], structure: Structure | Mapping[str, str],
+    precision: float | Mapping[str, float], weights: Mapping[str, Tensor],
+) -> tuple[dict[str, str], dict[str, float]]:  # fmt: skip
+    """Groups named by their patterns, as a structure and initial precisions; each weight fits exactly one pattern."""
+    if structure != "layerwise":
+        raise MarglikError(f"give either groups or a structure, got both: {list(groups)} and {structure!r}")
+    if isinstance(precision, Mapping):
+        raise MarglikError("with groups, initial precisions are their values; precision must be a number")
+    for name in weights:
+        fitting = [pattern for pattern in groups if matches(name, [pattern])]
+        if len(fitting) != 1:
+            found = f"fits {fitting}" if fitting else f"fits none of {list(groups)}"
+            raise MarglikError(f"every weight must fit exactly one pattern of groups, but {name!r} {found}")
+    for pattern in groups:
+        if not any(matches(name, [pattern]) for name in weights):
+            raise MarglikError(f"the pattern {pattern!r} of groups fits no weight; weights are {list(weights)}")
+    return {p: p for p in groups}, {p: precision if value is None else value for p, value in groups.items()}
+
+
+def _covariance(
+    covariance: Mapping[str, LowRankCovariance], groups: Groups, names: list[str], weights: Mapping[str, Tensor]
+) -> dict[int, LowRankCovariance]:
+    """Covariances by the number of their group, which they must cover."""
+    found = {}
+    for group, sigma in covariance.items():
+        own = {name: weights[name].shape for name, number in groups.items() if number in _numbers(group, names)}
+        if not own or own != {name: d.shape for name, d in sigma.diagonal.items()}:
+            raise MarglikError(
+                f"the covariance of group {group!r} must be of its weights {list(own)} and shaped as they are, got "
+                f"{ {name: tuple(d.shape) for name, d in sigma.diagonal.items()} }; groups are {names[:20]}"
+            )
+        found[names.index(group)] = sigma
+    return found
+
+
+def _numbers(group: str, names: list[str]) -> list[int]:
+    return [names.index(group)] if names.count(group) == 1 else []
 
 
 def _initial(precision: float | Mapping[str, float], groups: Groups, names: list[str], like: Tensor) -> Tensor:

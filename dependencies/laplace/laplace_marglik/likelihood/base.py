@@ -26,6 +26,7 @@ class Likelihood(nn.Module):
 
     diagonal = False  # whether Lambda is diagonal: then single outputs are true root rows
     constant_log_prob = False  # whether `log_prob` is a function of f and y alone, which no parameter can change
+    discrete = False  # whether targets are discrete: then log p <= 0
     scale_parameters: tuple[str, ...] = ("log_temperature",)  # parameters that enter only through `curvature_scale`
 
     def __init__(self, temperature: float = 1.0, *, learn_temperature: bool = False):

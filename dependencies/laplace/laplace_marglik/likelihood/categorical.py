@@ -30,6 +30,7 @@ class Categorical(Likelihood):
     """y in {0, ..., C - 1} with logits f [n, C], or f [n, C, ...] with targets [n, ...], as in `cross_entropy`."""
 
     constant_log_prob = True
+    discrete = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         log_p, y = self._log_p(f), y.reshape(len(f), -1)

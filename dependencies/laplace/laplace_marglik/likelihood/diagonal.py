@@ -72,6 +72,7 @@ class Bernoulli(DiagonalLikelihood):
     """Independent binary targets y in {0, 1} with logits f (multi-label classification)."""
 
     constant_log_prob = True
+    discrete = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return self._sum(-F.binary_cross_entropy_with_logits(f, _matching(y, f), reduction="none"))
@@ -87,6 +88,7 @@ class Poisson(DiagonalLikelihood):
     """Counts y with log-rates f."""
 
     constant_log_prob = True
+    discrete = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         y = _matching(y, f)
