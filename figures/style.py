@@ -20,7 +20,7 @@ from ntkmarglik.records import Row, read
 from ntkmarglik.report import COLOURS, STYLE
 
 STRUCTURES = {"map": "#777777", "full": "#000000", "ntk": COLOURS[0], "blockdiag": COLOURS[2], "kfac": COLOURS[1]}
-STRUCTURES |= {"diag": COLOURS[3], "augerino": COLOURS[4]}
+STRUCTURES |= {"diag": COLOURS[3], "augerino": COLOURS[4], "elbo": "#E69F00", "de-elbo": "#8C564B"}
 ESTIMATOR = re.compile(r"(?P<method>\w+)-(?P<subset>\d+|N)-(?P<outputs>\d+|C)(?P<variant>.*)")
 GAP = 0.075  # of the height of a panel between two labels
 Label = tuple[float, str, str]  # height, text, colour

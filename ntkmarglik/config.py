@@ -11,7 +11,8 @@ import tyro
 
 from .settings import Settings, parse_as
 
-Method = Literal["map", "augerino", "ntk", "full", "blockdiag", "kfac", "diag"]
+Method = Literal["map", "augerino", "elbo", "de-elbo", "ntk", "full", "blockdiag", "kfac", "diag"]
+WITHOUT_BLOCKS = ("map", "augerino", "elbo", "de-elbo")  # methods that do not learn from blocks of the evidence
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Estimator:
     """How the marginal likelihood is estimated."""
 
     method: Method = "ntk"
-    """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss."""
+    """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss; elbo and
+    de-elbo learn a Gaussian posterior, prior variances and augmentation by a variational bound."""
     subset: int = 500
     """Data points S in a block; 0 = all."""
     outputs: int = 1
@@ -34,6 +36,12 @@ class Estimator:
     """With all data in the block (kfac, diag): data points for each gradient of the augmentation; 0 = all."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
+    posterior: Literal["scalar", "group", "diagonal"] = "scalar"
+    """Posterior of elbo and de-elbo: one width for all weights, one per group of the prior, or one per weight."""
+    kappa: float = 0.0
+    """Emphasis on the data in de-elbo; 0 = parameters / data."""
+    antithetic: bool = False
+    """Average the loss of elbo and de-elbo over two opposite draws of the weights."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Hyperparameters:
     prior: Literal["scalar", "layerwise", "diagonal"] = "layerwise"
     """One prior precision for all weights, one per parameter tensor, or one per weight."""
     prior_precision: float = 0.01
-    """Initial prior precision."""
+    """Initial prior precision; elbo and de-elbo have it in closed form."""
     augment: Literal["none", "affine"] = "none"
     """Learn a distribution over affine transformations of the inputs."""
     aug_samples: int = 20
@@ -72,6 +80,8 @@ class Hyperparameters:
     """Reward of augerino for wide ranges."""
     flip: bool = False
     """Mirror copies left and right at random."""
+    sigma: float = 0.05
+    """Initial width of the posterior of elbo and de-elbo; a small one lets the prior pull random weights to zero."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +99,9 @@ class Training:
     lr_min: float = 1e-6
     """Learning rate of the weights at the end."""
     lr_hyp: float = 0.1
-    """Learning rate of the log prior precision (Adam) at the start."""
+    """Learning rate of the log prior precision, or of sigma in elbo and de-elbo (Adam), at the start."""
     lr_hyp_min: float = 0.01
-    """Learning rate of the log prior precision at the end."""
+    """Learning rate of the log prior precision or of sigma at the end."""
     lr_aug: float = 0.05
     """Learning rate of the augmentation (Adam) at the start."""
     lr_aug_min: float = 0.005

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import Config, parse
+from .config import WITHOUT_BLOCKS, Config, parse
 from .errors import NtkMarglikError
 from .grid.config import GridConfig
 from .grid.config import parse as parse_grid
@@ -47,15 +47,18 @@ def _files(names: Sequence[str], scale: Scale) -> list[str]:
 
 
 def estimator(label: str) -> dict[str, Any]:
-    """The settings that METHOD-S-K stands for (N and C mean all), as in "KFAC-N-1"; also "MAP" and "Augerino"."""
+    """The settings that METHOD-S-K stands for (N and C mean all), as in "KFAC-N-1"; also "MAP", "DE-ELBO" and alike."""
+    if label.lower() in WITHOUT_BLOCKS:
+        return {"method": label.lower()}
     method, *sizes = label.lower().split("-")
-    if not sizes and method in ("map", "augerino"):
-        return {"method": method}
     try:
         subset, outputs = sizes
         return {"method": method, "subset": _size(subset, "n"), "outputs": _size(outputs, "c")}
     except ValueError:
-        raise NtkMarglikError(f"An estimator is METHOD-S-K, MAP or Augerino, but {label!r} is none of these.") from None
+        known = ", ".join(WITHOUT_BLOCKS)
+        raise NtkMarglikError(
+            f"An estimator is METHOD-S-K or one of {known}, but {label!r} is none of these."
+        ) from None
 
 
 def _size(text: str, everything: str) -> int:
@@ -65,7 +68,7 @@ def _size(text: str, everything: str) -> int:
 def label_of(config: Config) -> str:
     """The estimator's name in tables, with what differs from the paper's default choices."""
     estimator, name = config.estimator, name_of(config)
-    if "-" not in name:
+    if estimator.method in WITHOUT_BLOCKS:
         return name
     root = [] if estimator.root == "paper" else [f"({estimator.root})"]
     columns = ["iid"] if estimator.columns == "iid" else []

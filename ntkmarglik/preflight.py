@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .config import Config
+from .config import WITHOUT_BLOCKS, Config
 from .errors import NtkMarglikError
 from .machine import device_of, free_memory
 from .methods import Method, Problem
@@ -17,7 +17,6 @@ from .train import hyper_epochs
 
 FEW = 32  # data points of a first timing
 PATIENCE = 2.0  # seconds that a timing may take
-UNESTIMATED = ("map", "augerino")  # methods that take no steps on the evidence
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,14 @@ def check_settings(config: Config) -> None:
     positive = {
         "epochs": training.epochs, "batch_size": training.batch_size, "frequency": training.frequency,
         "lr": training.lr, "prior_precision": hyper.prior_precision, "aug_samples": hyper.aug_samples,
+        "sigma": hyper.sigma,
     }  # fmt: skip
     for name, value in positive.items():
         if not value > 0:
             raise NtkMarglikError(f"--{name.replace('_', '-')} must be greater than 0, but is {value}.")
     not_negative = {
         "subset": config.estimator.subset, "outputs": config.estimator.outputs, "n_data": config.problem.n_data,
-        "aug_block": config.estimator.aug_block,
+        "aug_block": config.estimator.aug_block, "kappa": config.estimator.kappa,
         "burnin": training.burnin, "prior_steps": training.prior_steps, "aug_steps": training.aug_steps,
         "lr_min": training.lr_min, "lr_hyp": training.lr_hyp, "lr_hyp_min": training.lr_hyp_min,
         "lr_aug": training.lr_aug, "lr_aug_min": training.lr_aug_min, "seed": run.seed, "threads": run.threads,
@@ -63,11 +63,15 @@ def check_settings(config: Config) -> None:
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
     if config.estimator.method == "augerino" and hyper.augment == "none":
         raise NtkMarglikError("--method augerino learns the ranges of an augmentation and needs --augment affine.")
+    if config.estimator.method == "elbo" and config.estimator.kappa not in (0, 1):
+        raise NtkMarglikError(
+            f"--kappa {config.estimator.kappa:g} emphasises the data, which is --method de-elbo; that of elbo is 1."
+        )
     if config.estimator.aug_block and (config.estimator.subset or config.estimator.method not in ("kfac", "diag")):
         raise NtkMarglikError("--aug-block is for estimators of all data: --method kfac or diag with --subset 0.")
     if run.device == "cuda" and not torch.cuda.is_available():
         raise NtkMarglikError("--device cuda, but torch sees no GPU here; use --device cpu or auto.")
-    if config.estimator.method not in UNESTIMATED and not hyper_epochs(training):
+    if config.estimator.method not in WITHOUT_BLOCKS and not hyper_epochs(training):
         raise NtkMarglikError(
             f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every {training.frequency} "
             f"epochs from epoch {training.burnin} on (--frequency, --burnin). Use --burnin 1 --frequency 1, or "
@@ -89,12 +93,13 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         )
     modules = [sum(p.numel() for p in module.parameters(recurse=False)) for module in problem.model.modules()]
     sizes = Sizes(
-        structure="ntk" if estimator.method in UNESTIMATED else estimator.method,
+        structure="ntk" if estimator.method in WITHOUT_BLOCKS else estimator.method,
         modules=tuple(size for size in modules if size),
         subset=estimator.subset or data.n_data,
         outputs=estimator.outputs or data.n_classes,
     )
-    _check_memory(config, sizes, problem)
+    if config.run.baseline or "elbo" not in estimator.method:  # of which only the baseline has curvature
+        _check_memory(config, sizes, problem)
     return sizes
 
 

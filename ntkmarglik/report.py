@@ -49,6 +49,9 @@ def table(runs: Runs) -> Table:
     result.add_row("training log-likelihood per datum", *(f"{s['train_log_likelihood']:.4f}" for s in summaries))
     result.add_row("log evidence per datum", *map(_evidence, summaries))
     result.add_row("evidence is", *(_status(s) for s in summaries))
+    if any("sigma" in s for s in summaries):
+        result.add_row("posterior width sigma", *(_width(s) for s in summaries))
+        result.add_row("emphasis kappa", *(f"{s['kappa']:.4g}" if "kappa" in s else "-" for s in summaries))
     result.add_row("seconds", *(f"{s['seconds_total']:.1f}" for s in summaries))
     return result
 
@@ -59,9 +62,15 @@ def _evidence(summary: Metrics) -> str:
 
 
 def _status(summary: Metrics) -> str:
-    return {"exact": "exact", "bound": "a lower bound", "approximation": "an approximation"}[
-        summary["log_marglik_status"]
-    ]
+    kind = " (ELBO)" if summary.get("log_marglik_structure") == "elbo" else ""
+    words = {"exact": "exact", "bound": "a lower bound", "approximation": "an approximation"}
+    return words[summary["log_marglik_status"]] + kind
+
+
+def _width(summary: Metrics) -> str:
+    """The standard deviations of a variational posterior, least and largest where they differ between tensors."""
+    widths = summary.get("sigma", {}).values()
+    return " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(widths), max(widths)))) if widths else "-"
 
 
 def show(runs: Runs) -> None:
@@ -124,7 +133,7 @@ def window(values: list[float], finals: list[float]) -> tuple[float, float]:
 
 
 def _precisions(axes: Axes, runs: Runs) -> None:
-    """Prior precision of every parameter tensor, and where it started."""
+    """Prior precision of every parameter tensor, and where it started if it was learned by steps."""
     label, (_, summary) = next(iter(runs.items()))
     precisions, start = summary["prior_precision"], summary["initial_prior_precision"]
     named = len(precisions) <= NAMED_TENSORS
@@ -139,11 +148,13 @@ def _precisions(axes: Axes, runs: Runs) -> None:
         if chosen:
             learned = [values[i] for i in chosen]
             axes.scatter(learned, chosen, color=colour, marker=marker, s=22 if named else 10, label=kind)
-            if named:
+            if named and start is not None:
                 axes.hlines(chosen, start, learned, color=colour, linewidth=1.2)
-    axes.axvline(start, color="0.5", linewidth=1, linestyle=":", label="start", zorder=0)
+    if start is not None:
+        axes.axvline(start, color="0.5", linewidth=1, linestyle=":", label="start", zorder=0)
+        values = [start, *values]
     axes.set_xscale("log")
-    low, high = min([start, *values]), max([start, *values])
+    low, high = min(values), max(values)
     axes.set_xlim(10.0 ** math.floor(math.log10(low) - 0.05), 10.0 ** math.ceil(math.log10(high) + 0.05))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.invert_yaxis()

@@ -67,7 +67,7 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
     runs = {label: train(problem, method, path, label)}
     if problem.config.run.baseline and method.learns:
         fixed = prepare(baseline_of(problem.config), problem.data)
-        runs["MAP baseline"] = train(fixed, Map(fixed, method.structure), path / "baseline", "MAP baseline")
+        runs["MAP baseline"] = train(fixed, Map(fixed, method.baseline_structure), path / "baseline", "MAP baseline")
     return runs
 
 

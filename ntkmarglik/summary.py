@@ -19,7 +19,7 @@ def summarise(trainer: Trainer) -> Metrics:
     with trainer.timed("total"):
         test, training = trainer.evaluate("test"), trainer.evaluate("train")
         evidence = trainer.method.evidence()
-    n = problem.data.n_data
+    n, hyper = problem.data.n_data, config.hyperparameters
     eta = getattr(problem.augment, "eta", None)
     return {
         "method": config.estimator.method,
@@ -43,8 +43,9 @@ def summarise(trainer: Trainer) -> Metrics:
         "seconds_hyper": trainer.seconds["hyper"],
         "peak_memory_bytes": peak_memory(problem.data.x_train.device),
         "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
-        "initial_prior_precision": config.hyperparameters.prior_precision,
+        "initial_prior_precision": None if trainer.method.structure == "elbo" else hyper.prior_precision,
         "augmentation": None if eta is None else eta.detach().tolist(),
+        **trainer.method.describe(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": commit(),
     }

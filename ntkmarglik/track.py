@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from . import checkpoint
-from .config import Config
+from .config import WITHOUT_BLOCKS, Config
 from .errors import NtkMarglikError
 from .mirrors import Metrics, Mirrors
 
@@ -113,7 +113,7 @@ def read_summary(path: Path) -> Metrics | None:
 def name_of(config: Config) -> str:
     """METHOD-S-K, as the paper writes it; N and C mean all."""
     estimator = config.estimator
-    if estimator.method in ("map", "augerino"):
+    if estimator.method in WITHOUT_BLOCKS:
         return estimator.method
     return f"{estimator.method}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
 

@@ -38,7 +38,7 @@ class Trainer:
         self.batches = torch.Generator().manual_seed(problem.config.run.seed)
         self.weights = weight_optimizer(problem.model, self.training)
         augment = [] if problem.augment is None else list(problem.augment.parameters())
-        self.prior = torch.optim.Adam(problem.prior.parameters(), self.training.lr_hyp)
+        self.prior = torch.optim.Adam(method.hyperparameters(), self.training.lr_hyp)
         self.augment = torch.optim.Adam(augment, self.training.lr_aug) if augment else None
         self.rounds = hyper_epochs(self.training) if method.learns_by == "evidence" else []
         self.epoch = 0
@@ -84,6 +84,9 @@ class Trainer:
         if self.method.learns:
             metrics |= _augmentation(self.problem)
         if self.epoch % self._eval_every == 0 or self.finished:
+            evidence = self.method.progress()
+            if evidence is not None:
+                metrics |= _described(evidence, self.problem) | self.method.describe()
             for split in ("train", "test"):
                 metrics |= {f"{split}_{name}": value for name, value in self.evaluate(split).items()}
         metrics |= {f"seconds_{part}": self.seconds[part] for part in ("weights", "hyper")}
@@ -126,14 +129,18 @@ class Trainer:
         return {"loss": mean_loss, "map_gradient_norm": torch.stack([g.norm() for g in gradient]).norm().item()}
 
     def _follow_the_loss(self, total: int) -> None:
-        """A step of the augmentation down the gradient that the weights' loss has left in it."""
-        if self.augment is None:
-            return
-        set_rate(self.augment, cosine(self.steps["augment"], total, self.training.lr_aug, self.training.lr_aug_min))
-        self.augment.step()
-        self.augment.zero_grad()
+        """A step of each hyperparameter down the gradient that the weights' loss has left in it."""
+        training = self.training
+        for name, optimizer, start, end in (
+            ("prior", self.prior, training.lr_hyp, training.lr_hyp_min),
+            ("augment", self.augment, training.lr_aug, training.lr_aug_min),
+        ):
+            if optimizer is not None and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+                set_rate(optimizer, cosine(self.steps[name], total, start, end))
+                optimizer.step()
+                optimizer.zero_grad()
+                self.steps[name] += 1
         self.problem.project()
-        self.steps["augment"] += 1
 
     def _hyper_round(self) -> Metrics:
         training, moved = self.training, self.augment is not None
@@ -184,6 +191,7 @@ class Trainer:
             "weight_optimizer": self.weights.state_dict(), "prior_optimizer": self.prior.state_dict(),
             "augment_optimizer": None if self.augment is None else self.augment.state_dict(),
             "batches": self.batches.get_state(), "evidence": problem.generator.get_state(),
+            "method": self.method.state(),
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -201,6 +209,7 @@ class Trainer:
             self.augment.load_state_dict(state["augment_optimizer"])
         self.batches.set_state(state["batches"])
         problem.generator.set_state(state["evidence"])
+        self.method.restore(state.get("method", {}))
 
 
 # settings that may differ between the start of a run and its continuation

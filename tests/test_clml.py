@@ -52,8 +52,8 @@ def test_for_linear_regression_it_is_the_difference_of_two_evidences():
     model, likelihood = nn.Linear(3, 1, bias=False).double(), Gaussian(NOISE)
     held_out = [(phi[16:18], y[16:18]), (phi[18:], y[18:])]
     posterior = Exact(phi[:16], y[:16])
-    score = clml(model, likelihood, posterior, held_out, samples=4000, generator=generator())
-    assert abs(score.total - exact) < 4 * score.standard_error < 0.2 and score.n_data == 4
+    score = clml(model, likelihood, posterior, held_out, samples=1500, generator=generator())
+    assert abs(score.total - exact) < 4 * score.standard_error < 0.4 and score.n_data == 4
     point = clml(model, likelihood, posterior, held_out, temperature=0.0)
     f = phi[16:] @ posterior.mean.unsqueeze(1)
     assert point.total == pytest.approx(likelihood.log_prob(f, y[16:]).sum().item())
@@ -72,7 +72,7 @@ def test_with_one_weight_the_diagonal_posterior_is_exact():
     torch.testing.assert_close(laplace.evidence().total, log_evidence(phi[:16], y[:16]))
     posterior = laplace.posterior()
     torch.testing.assert_close(posterior.deviation["weight"], exact.root)
-    score = clml(model, Gaussian(NOISE), posterior, [(phi[16:], y[16:])], samples=4000, generator=generator())
+    score = clml(model, Gaussian(NOISE), posterior, [(phi[16:], y[16:])], samples=1500, generator=generator())
     assert abs(score.total - (log_evidence(phi, y) - log_evidence(phi[:16], y[:16]))) < 4 * score.standard_error
 
 

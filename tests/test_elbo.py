@@ -375,7 +375,7 @@ MISTAKES = {
     "learned noise": (lambda: objective(likelihood="regression"), "kappa = 3.58.*learn_sigma=False.*force"),
     "outputs of variances": (
         lambda: objective(likelihood=HeteroscedasticGaussian(), kappa=2),
-        "noise goes to zero",
+        "ill-posed",
     ),
     "temperature": (lambda: objective(likelihood=Categorical(1.0, learn_temperature=True)), "learned temperature"),
     "kappa": (lambda: objective(kappa="D/N"), "positive number or 'auto'.*'D/N'"),

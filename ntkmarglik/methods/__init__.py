@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from .augerino import Augerino
 from .base import Method, Problem, Round
+from .elbo import Elbo
 from .laplace import Laplace
 from .map import Map
 
@@ -12,6 +13,8 @@ __all__ = ["METHODS", "Method", "Problem", "Round"]
 METHODS: dict[str, Callable[[Problem], Method]] = {
     "map": Map,
     "augerino": Augerino,
+    "elbo": Elbo,
+    "de-elbo": Elbo,
     "ntk": Laplace,
     "full": Laplace,
     "blockdiag": Laplace,

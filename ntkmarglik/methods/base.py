@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from laplace_marglik import ClassPartition, Evidence, GaussianPrior, MarginalLikelihood, Partition
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data import Dataset
+from ..mirrors import Metrics
 
 LearnsBy = Literal["nothing", "loss", "evidence"]
 
@@ -72,7 +73,7 @@ class Method(ABC):
     """A loss for the weights, rounds of hyperparameter steps, and a final score."""
 
     learns_by: LearnsBy = "evidence"  # where the gradients of its hyperparameters come from
-    structure = "ntk"  # of the curvature by which its evidence is measured
+    structure = "ntk"  # of the curvature by which its evidence is measured, or the name of another bound
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -81,6 +82,11 @@ class Method(ABC):
     def learns(self) -> bool:
         """Whether it has a baseline: the same run without learning."""
         return self.learns_by != "nothing"
+
+    @property
+    def baseline_structure(self) -> str:
+        """The curvature by which the evidence of its baseline is measured."""
+        return self.structure
 
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -93,6 +99,25 @@ class Method(ABC):
     def learn(self, round_: Round) -> None:  # noqa: B027 - a method without hyperparameters takes no steps
         """Take the round's hyperparameter steps and leave their evidences in it."""
 
+    def hyperparameters(self) -> list[nn.Parameter]:
+        """What is learned besides weights and augmentation: the prior, if its precision is learned by gradients."""
+        return list(self.problem.prior.parameters())
+
+    def progress(self) -> Evidence | None:
+        """The evidence at an evaluation, for methods that take no rounds of steps on it."""
+        return None
+
     @abstractmethod
     def evidence(self) -> Evidence:
         """The final estimate of the log marginal likelihood of all data."""
+
+    def describe(self) -> Metrics:
+        """Hyperparameters and numbers of its own, for the record of a run."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold besides model, prior, augmentation, optimisers and generators."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - most methods have nothing of their own
+        """Take up the state of a checkpoint."""

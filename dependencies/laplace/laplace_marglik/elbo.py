@@ -226,8 +226,8 @@ class DataEmphasizedELBO:
         noise = isinstance(self.likelihood, Gaussian) and self.likelihood.log_sigma.requires_grad
         if value != 1 and not force and (noise or isinstance(self.likelihood, HeteroscedasticGaussian)):
             raise MarglikError(
-                f"kappa = {value:g} with a learned noise has no optimum: the noise goes to zero. Fix it, "
-                "Gaussian(sigma, learn_sigma=False), or use kappa=1; force=True does it nevertheless"
+                f"kappa = {value:g} with a learned noise is ill-posed: the objective may grow without limit as the "
+                "noise goes to zero. Fix it, Gaussian(sigma, learn_sigma=False), or use kappa=1; force=True allows it"
             )
         return value
 
