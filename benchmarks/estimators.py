@@ -13,7 +13,7 @@ from pathlib import Path
 
 import measure
 import torch
-from measure import Case, estimate, full_batch, setup, training_step
+from measure import Case, elbo_step, estimate, full_batch, setup, training_step
 
 PRIOR_STEPS = 50
 LONGER = 4  # how many times more data the second memory measurement of a stream has
@@ -89,6 +89,7 @@ TARGETS: dict[Case, tuple[float, Callable[[Case], float]]] = {
     Case("mininet", "ntk", 150, 5): (math.nan, rows_and_chunk),
 }
 CACHED = (Case("resnet", "ntk", 150), Case("mininet", "ntk", 150))
+ELBO = tuple(Case(model, "ntk", 50) for model in ("resnet", "wrn", "mininet"))
 STREAMED = (
     Case("mininet", "kfac", 500, 2, None),
     Case("resnet", "kfac", 100, 2, None),
@@ -130,6 +131,20 @@ def cached(case: Case, memory: bool) -> Iterator[Row]:
     yield Row(f"{PRIOR_STEPS} prior steps, {name}", steps / fit, target, "pass over the block", unit_ms=1000 * fit)
 
 
+def _elbo_name(case: Case) -> str:
+    return f"step of the data-emphasised ELBO, {case.subset} data, {case.model}"
+
+
+def elbo(case: Case, memory: bool) -> Row:
+    """A step of the data-emphasised ELBO, which trains the weights, in plain training steps."""
+    seconds, step = measure.timed(case, elbo_step)
+    row = Row(_elbo_name(case), seconds / step, 1.25, "training step", unit_ms=1000 * step)
+    if memory:  # two more copies of the weights at most: noise and perturbed weights
+        copies = 3 * 4e-6 * sum(p.numel() for p in setup(case).model.parameters())
+        row.peak_mb, row.target_mb = measure.peak_mb(elbo_step, case), measure.peak_mb(training_step, case) + copies
+    return row
+
+
 def _streamed_name(case: Case) -> str:
     return f"full data, kfac-{case.kfac}-N-C {case.model}, A={case.copies}, C={case.classes}"
 
@@ -160,6 +175,9 @@ def rows(only: str, memory: bool) -> Iterator[Row]:
     for case in CACHED:
         if only in f"further prior step, {PRIOR_STEPS} prior steps, {_short(case)}":
             yield from cached(case, memory)
+    for case in ELBO:
+        if only in _elbo_name(case):
+            yield elbo(case, memory)
     for case in STREAMED:
         if only in _streamed_name(case):
             yield streamed(case, memory)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import psutil
 import torch
-from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood
+from laplace_marglik import DataEmphasizedELBO, Evidence, GaussianPrior, MarginalLikelihood
 from torch import Tensor, nn
 
 from ntkmarglik.augment import AffineAugmentation
@@ -130,6 +130,19 @@ def training_step(case: Case) -> Callable[[], object]:
         nn.functional.cross_entropy(s.model(x[:n]), y[:n]).backward()
 
     step(2)  # the libraries' own first-call allocations, which planning makes for an estimate
+    return step
+
+
+def elbo_step(case: Case) -> Callable[[], object]:
+    """The data-emphasised ELBO and its gradient in weights and posterior width, on the inputs of a training step."""
+    s = setup(case)
+    objective = DataEmphasizedELBO(s.model, "classification", n_data=s.ml.n_data, prior=s.ml.prior)
+
+    def step(n: int = case.subset) -> None:
+        s.model.zero_grad()
+        objective(s.x[:n], s.y[:n]).backward()
+
+    step(2)  # as for a training step
     return step
 
 

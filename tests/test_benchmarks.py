@@ -65,6 +65,11 @@ def test_prior_steps_and_streamed_data_have_rows():
     assert row.units > 0 and "C=2" in row.estimator
 
 
+def test_a_step_of_the_elbo_has_a_row():
+    row = estimators.elbo(Case("mininet", "ntk", 4), memory=False)
+    assert 0.5 < row.units < 20 and row.target_units == 1.25 and "mininet" in row.estimator
+
+
 def test_verdicts():
     assert estimators.Row("a", 1.0, 2.0, "u", 10.0, 5.0).verdict == "memory x2.00"
     assert estimators.Row("a", 3.0, 2.0, "u").verdict == "time x1.50"
