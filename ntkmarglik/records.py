@@ -71,7 +71,7 @@ def seconds_of_a_round(folder: Path) -> float | None:
     """Median time of a round of hyperparameter steps but the first, in which the network is looked at; None without."""
     totals = [m["seconds_hyper"] for m in read_metrics(folder) if "log_marglik" in m]
     rounds = [later - earlier for earlier, later in itertools.pairwise(totals)]
-    return statistics.median(rounds) if rounds else None
+    return statistics.median(rounds) if any(rounds) else None
 
 
 def write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:

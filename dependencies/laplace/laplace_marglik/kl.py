@@ -65,16 +65,19 @@ def divergence(weights: Mapping[str, Tensor], prior: GaussianPrior, width: Learn
 
     sizes = torch.tensor([w.numel() for w in weights.values()], dtype=torch.float64, device=variance.device)
     quadratic = summed(torch.stack([e.square().sum(dtype=torch.float64) for e in deviations.values()]))
-    trace = summed(_per_weight(variance, weights, width, sizes))
-    log_det_posterior = summed(_per_weight(variance.log(), weights, width, sizes))
-    log_det_prior = zero.clone()
+    dimension, log_det_prior = summed(sizes), zero
+    if len(variance) == 1:  # the usual case, in few operations
+        trace, log_det_posterior = dimension * variance, dimension * variance.log()
+    else:
+        trace = summed(_per_weight(variance, weights, width, sizes))
+        log_det_posterior = summed(_per_weight(variance.log(), weights, width, sizes))
     for number, sigma in prior.covariance.items():
         chosen = {name: width.of(variance, name, weights[name]) for name in sigma.diagonal}
         here = torch.arange(len(zero), device=zero.device) == number
         quadratic = torch.where(here, sigma.quadratic(deviations), quadratic)
         trace = torch.where(here, sigma.trace(chosen), trace)
         log_det_prior = torch.where(here, sigma.log_det, log_det_prior)
-    return Divergence(quadratic, trace, log_det_prior, log_det_posterior, summed(sizes))
+    return Divergence(quadratic, trace, log_det_prior, log_det_posterior, dimension)
 
 
 def _per_weight(values: Tensor, weights: Mapping[str, Tensor], width: LearnedWidth, sizes: Tensor) -> Tensor:
