@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .chunk import Chunk, Request
 from .linalg import eigenvalues, log_det_identity_plus
-from .part import Groups, Memory, Part, inverse_precision, mix
+from .part import Groups, Memory, Part, Settled, inverse_precision, mix
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 class _SumOverRows(Part):
-    """A statistic that adds a function of the root rows of each chunk."""
+    """A statistic that adds a function of the root rows of each chunk.
 
-    kinds = ("sum",)
+    keep: the seeded rows of all data are kept instead and the function is applied at the end: then a second pass need
+    not make them again.
+    """
 
-    def __init__(self, sizes: dict[str, int], groups: Groups):
-        self.names, self.sizes, self.groups = tuple(sizes), sizes, groups
+    def __init__(self, sizes: dict[str, int], groups: Groups, *, keep: bool = False):
+        self.names, self.sizes, self.groups, self.keep = tuple(sizes), sizes, groups, keep
+        self.kinds = ("rows",) if keep else ("sum",)
 
     @abstractmethod
     def reduce(self, rows: Tensor) -> Tensor:
@@ -33,13 +36,14 @@ class _SumOverRows(Part):
         return [(name, "rows") for name in self.names]
 
     def pulls(self, plan: Plan) -> list[Request]:
-        return [*self.requests(), *super().pulls(plan)]  # the sum is quadratic in the rows
+        return [*([] if self.keep else self.requests()), *super().pulls(plan)]  # the sum is quadratic in the rows
 
     def memory(self, problem: Problem) -> Memory:
         """The sum, with what its determinant takes in float64; rows of a chunk, their cotangents, and a product."""
         size = sum(self.sizes.values())
         side = self._numbers(size)
-        return Memory(problem.element * side, 4 * 8 * side, 3 * problem.element * problem.rows_per_datum * size)
+        kept = size * problem.n_rows if self.keep else side
+        return Memory(problem.element * kept, 4 * 8 * side, 3 * problem.element * problem.rows_per_datum * size)
 
     @abstractmethod
     def _numbers(self, size: int) -> int:
@@ -50,19 +54,44 @@ class _SumOverRows(Part):
         return rows[0] if len(rows) == 1 else torch.cat(rows, 2)
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
-        return [self.reduce(mix(self._rows(chunk), chunk.weights()))]
+        rows = self._rows(chunk)
+        return [rows] if self.keep else [self.reduce(mix(rows, chunk.weights()))]
+
+    def _sum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+        """The sum over all data, in float64."""
+        given = statistics[0].to(torch.float64)
+        return self.reduce(mix(given, mixing)) if self.keep else given
 
     def pull(
         self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
     ) -> None:
+        if self.keep:
+            self._pull_rows(chunk, bars[0][rows])
+            return
         v, mixing = self._rows(chunk).requires_grad_(), chunk.weights()
         leaves = [v] if mixing is None else [v, mixing.requires_grad_()]
         with torch.enable_grad():
             found = torch.autograd.grad(self.reduce(mix(v, mixing)), leaves, bars[0])
-        for name, bar in zip(self.names, found[0].split(list(self.sizes.values()), dim=2), strict=True):
-            chunk.pull_rows(name, bar.reshape(chunk.n, chunk.k, *chunk.plan.weights[name].shape))
+        self._pull_rows(chunk, found[0])
         if mixing is not None:
             chunk.pull_mixing(found[1])
+
+    def _pull_rows(self, chunk: Chunk, bar: Tensor) -> None:
+        for name, own in zip(self.names, bar.split(list(self.sizes.values()), dim=2), strict=True):
+            chunk.pull_rows(name, own.reshape(chunk.n, chunk.k, *chunk.plan.weights[name].shape))
+
+    def log_det_ratio(
+        self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
+    ) -> Tensor:
+        return self.log_det(self._sum(statistics, mixing), scale, log_precision)
+
+    def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
+        found = self._sum(statistics, mixing)
+        return lambda scale, log_precision: self.log_det(found, scale, log_precision)
+
+    @abstractmethod
+    def log_det(self, found: Tensor, scale: Tensor, log_precision: Tensor) -> Tensor:
+        """The log-determinant from the sum over all data."""
 
 
 class Dense(_SumOverRows):
@@ -77,14 +106,12 @@ class Dense(_SumOverRows):
         rows = rows.flatten(0, 1)
         return rows.mT @ rows
 
-    def log_det_ratio(
-        self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
-    ) -> Tensor:
+    def log_det(self, found: Tensor, scale: Tensor, log_precision: Tensor) -> Tensor:
         root = inverse_precision(log_precision, self.groups, self.sizes).sqrt()
-        return log_det_identity_plus(scale * root[:, None] * statistics[0].to(torch.float64) * root)
+        return log_det_identity_plus(scale * root[:, None] * found * root)
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        return eigenvalues(statistics[0])
+        return eigenvalues(self._sum(statistics, mixing))
 
 
 class Diagonal(_SumOverRows):
@@ -98,11 +125,9 @@ class Diagonal(_SumOverRows):
     def reduce(self, rows: Tensor) -> Tensor:
         return rows.square().sum((0, 1))
 
-    def log_det_ratio(
-        self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
-    ) -> Tensor:
+    def log_det(self, found: Tensor, scale: Tensor, log_precision: Tensor) -> Tensor:
         inverse = inverse_precision(log_precision, self.groups, self.sizes)
-        return torch.log1p(scale * statistics[0].to(torch.float64) * inverse).sum()
+        return torch.log1p(scale * found * inverse).sum()
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        return statistics[0].double().clamp_min(0)
+        return self._sum(statistics, mixing).clamp_min(0)

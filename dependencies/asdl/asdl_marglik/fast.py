@@ -13,6 +13,7 @@ class FastPaths:
     factored_rows: bool = True  # a kernel from the factors of rows, without the rows
     shared_factors: bool = True  # the same for several seeds and positions, which share a datum's inputs
     factored_sides: bool = True  # a Kronecker factor's eigenvalues from the Gram matrix of its rows
+    kept_rows: bool = True  # rows of few numbers stay for the second pass
     deferred_rows: bool = True  # rows of one weight at a time, where no second pass follows
     kept_chunks: bool = True  # the last chunks of the first pass are the first of the second
     fewer_seeds: bool = True  # no seed along a direction of the outputs that the likelihood ignores

@@ -19,7 +19,7 @@ EXACT_BLOCK = 1024  # a weight without a Kronecker form gets its exact block up 
 EXACT_BLOCK_ROWS = 2**24  # and up to this many numbers in its rows
 FACTOR_MARGIN = 2  # elementwise products of factors run below the speed of matrix products
 FACTOR_PAIRS = 2**25  # entries of the products of factors at most
-KEPT_ROWS = 2048  # rows of a Kronecker output factor that are kept: then a second pass need not compute them again
+KEPT_ROWS = 2**19  # numbers in rows of a weight that are kept: then a second pass need not compute them again
 
 Granularity = Literal["module", "tensor"]
 
@@ -55,7 +55,14 @@ class Problem:
 def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
     """The exact block of some weights, in the smaller of row space and weight space (Sylvester: same determinant)."""
     sizes = {name: problem.sizes[name] for name in names}
-    return _gram(problem, names) if problem.n_rows <= sum(sizes.values()) else Dense(sizes, problem.groups)
+    if problem.n_rows <= sum(sizes.values()):
+        return _gram(problem, names)
+    return Dense(sizes, problem.groups, keep=_keeps(problem, sum(sizes.values())))
+
+
+def _keeps(problem: Problem, size: int) -> bool:
+    """Whether rows of so many numbers stay for the second pass."""
+    return problem.fast.kept_rows and problem.n_rows * size <= KEPT_ROWS
 
 
 def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
@@ -93,7 +100,7 @@ def _blockdiag(problem: Problem) -> list[Part]:
 
 
 def _diag(problem: Problem) -> list[Part]:
-    return [Diagonal({name: size}, problem.groups) for name, size in problem.sizes.items()]
+    return [Diagonal({name: size}, problem.groups, keep=_keeps(problem, size)) for name, size in problem.sizes.items()]
 
 
 def _kfac(problem: Problem) -> list[Part]:
@@ -112,7 +119,7 @@ def _kron(problem: Problem, name: str, size: int) -> Part:
     return Kron(
         name, problem.groups[name], problem.setting, problem.n_data, bias=bias,
         keep_inputs=problem.fast.factored_sides and observed < (1 if bias else size // len(weight)),
-        keep_outputs=reduce and problem.n_rows <= max(len(weight), KEPT_ROWS),
+        keep_outputs=reduce and (problem.n_rows <= len(weight) or _keeps(problem, len(weight))),
         called_once=len(problem.plan.uses_of[name]) == 1,
         transposed=problem.plan.rules[name] == "matmul",
     )  # fmt: skip

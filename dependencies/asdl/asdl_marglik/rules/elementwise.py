@@ -37,8 +37,11 @@ class Elementwise(Rule):
         if a is not None and call.weights["weight"].numel() == 1:  # an inner product: no need for the product itself
             rows = g.flatten(1).unsqueeze(1) @ a.flatten(1).unsqueeze(2)
             return rows.reshape(len(g), *call.weights["weight"].shape)
-        g = g * (call.options["sign"] if a is None else a)
-        return _sum_to(g.sum(1), call.weights["weight"].shape, call.options["axis"])
+        shape, axis = call.weights["weight"].shape, call.options["axis"]
+        if a is None:  # summed first: the sign then costs nothing
+            summed = g.flatten(1).sum(1).reshape(-1, *shape) if shape.numel() == 1 else _sum_to(g.sum(1), shape, axis)
+            return summed if call.options["sign"] == 1 else -summed
+        return _sum_to((g * a).sum(1), shape, axis)
 
 
 class Expand(Elementwise):
