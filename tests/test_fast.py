@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from asdl_marglik import ALL, FastPaths, Passes
+from asdl_marglik import ALL, Chunk, FastPaths, Passes
 from asdl_marglik.combination import Combination
 from asdl_marglik.stores import SharedFactors
 from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError
@@ -77,6 +77,28 @@ def test_each_shortcut_alone(structure, kfac, switch):
     alone, slow = (estimator(structure, kfac, torch.float64, None, 2) for _ in range(2))
     alone._fast, slow._fast = replace(NONE, **{switch: True}), NONE
     assert_same(evaluated(alone, torch.float64), evaluated(slow, torch.float64), 1e-9)
+
+
+def test_one_backward_pass_for_the_seeds_of_a_single_weight_together(monkeypatch):
+    """The second pass over KFAC-reduce blocks needs cotangents of the scale only, weighted and summed over seeds."""
+    passes: list[int] = []
+    backward = Chunk._backward
+    monkeypatch.setattr(
+        Chunk,
+        "_backward",
+        lambda self, seed, needed, *rest: passes.append(len(needed)) or backward(self, seed, needed, *rest),
+    )
+    found, counts = [], []
+    for fast in (ALL, replace(ALL, weighted_seeds=False)):
+        ml = estimator("kfac", "reduce", torch.float64, None, 2, chunk=6)
+        ml._fast = fast
+        ml.describe(data(torch.float64)[0])
+        passes.clear()
+        found.append(evaluated(ml, torch.float64))
+        counts.append(len([n for n in passes if n]))
+    seeds, chunks = 3, 3
+    assert counts == [chunks * (seeds + 1), chunks * seeds + (chunks - 1) * seeds]  # the last chunk is kept
+    assert_same(*found, 1e-9)
 
 
 @pytest.mark.parametrize("block", [2**20, 100], ids=["at once", "one datum at a time"])

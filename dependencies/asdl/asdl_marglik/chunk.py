@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # How the factors of a weight treat augmented copies and shared positions: keep all of them; average (sum) over copies;
 # average (sum) over copies and positions
 Form = Literal["all", "expand", "reduce"]
-Request = tuple[str, Form | Literal["rows"]]  # what will be asked of a weight's output cotangents
+# what will be asked of a weight's output cotangents; "weighted": their sum over seeds, with weights for each datum
+Request = tuple[str, Form | Literal["rows", "weighted"]]
 
 
 class Chunk:
@@ -102,14 +103,19 @@ class Chunk:
             return [], set(range(len(self._uses)))
         made: dict[tuple[int, str, Form | Literal["rows"]], None] = {}
         whole: set[int] = set()
+        weighted: set[int] = set()
         for name, what in (*self._requests, *self._pulls):
             for index, role in () if name in self.plan.persample else self.plan.uses_of[name]:
                 size = self._uses[index][0].shape.numel() // (self.n * self.copies)
-                if what == "reduce" or (what == "rows" and self.plan.weights[name].numel() < size):
+                if what == "weighted":
+                    weighted.add(index)
+                elif what == "reduce" or (what == "rows" and self.plan.weights[name].numel() < size):
                     made[index, role, what] = None
                 else:
                     whole.add(index)
-        return list(made), whole
+        # a weighted sum takes a backward pass down to its use, on average half of one: too many of them are made of the
+        # cotangents of all seeds instead, and any number if these are needed anyway
+        return list(made), whole if not whole and len(weighted) <= 2 * self.k else whole | weighted
 
     def _input(self, index: int) -> Tensor | None:
         use, layout = self._uses[index]
@@ -173,8 +179,11 @@ class Chunk:
             wanted = self._wanted(index)
             if any(wanted):
                 use, _ = self._uses[index]
-                a, g = _detached(self._inputs[index]), self._cotangents[index].detach()
-                a_bar, g_bar = use.rule.pull_rows(use.call, role, a, g, bar, wanted)
+                a, g = _detached(self._inputs[index]), self._cotangents.get(index)
+                if g is None:  # rows are linear in the cotangents: one weighted sum of them serves all seeds
+                    seed = torch.einsum("nk,nkc->nc", bar.flatten(1), self.seeds)
+                    g, bar = self._backward(seed, {index}, False)[index].unsqueeze(1), torch.ones_like(bar[:, :1])
+                a_bar, g_bar = use.rule.pull_rows(use.call, role, a, g.detach(), bar, wanted)
                 self._push_pair(index, (_apart(a_bar, bar), _apart(g_bar, bar)))
 
     def _wanted(self, index: int, of_cotangents: bool = True) -> Wanted:

@@ -21,11 +21,12 @@ class _SumOverRows(Part):
     """A statistic that adds a function of the root rows of each chunk.
 
     keep: the seeded rows of all data are kept instead and the function is applied at the end: then a second pass need
-    not make them again.
+    not make them again. weighted: of a single number's cotangents it then asks for a weighted sum over seeds only.
     """
 
-    def __init__(self, sizes: dict[str, int], groups: Groups, *, keep: bool = False):
-        self.names, self.sizes, self.groups, self.keep = tuple(sizes), sizes, groups, keep
+    def __init__(self, sizes: dict[str, int], groups: Groups, *, keep: bool = False, weighted: bool = False):
+        self.names, self.sizes, self.groups = tuple(sizes), sizes, groups
+        self.keep, self.weighted = keep, keep and weighted
         self.kinds = ("rows",) if keep else ("sum",)
 
     @abstractmethod
@@ -36,7 +37,9 @@ class _SumOverRows(Part):
         return [(name, "rows") for name in self.names]
 
     def pulls(self, plan: Plan) -> list[Request]:
-        return [*([] if self.keep else self.requests()), *super().pulls(plan)]  # the sum is quadratic in the rows
+        rows = [] if self.keep else self.requests()  # the sum is quadratic in the rows
+        single = {name for name, size in self.sizes.items() if size == 1 and self.weighted}
+        return [*rows, *((name, "weighted" if name in single else form) for name, form in super().pulls(plan))]
 
     def memory(self, problem: Problem) -> Memory:
         """The sum, with what its determinant takes in float64; rows of a chunk, their cotangents, and a product."""

@@ -18,6 +18,7 @@ class FastPaths:
     kept_chunks: bool = True  # the last chunks of the first pass are the first of the second
     fewer_seeds: bool = True  # no seed along a direction of the outputs that the likelihood ignores
     packed_kernels: bool = True  # of a cached block: lower triangles side by side, vectors where the rank is one
+    weighted_seeds: bool = True  # for few single weights with kept rows: one backward pass for the seeds together
 
 
 ALL = FastPaths()

@@ -57,7 +57,8 @@ def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
     sizes = {name: problem.sizes[name] for name in names}
     if problem.n_rows <= sum(sizes.values()):
         return _gram(problem, names)
-    return Dense(sizes, problem.groups, keep=_keeps(problem, sum(sizes.values())))
+    keep, weighted = _keeps(problem, sum(sizes.values())), problem.fast.weighted_seeds
+    return Dense(sizes, problem.groups, keep=keep, weighted=weighted)
 
 
 def _keeps(problem: Problem, size: int) -> bool:
