@@ -6,6 +6,7 @@ import pytest
 import torch
 from asdl_marglik import ALL, Chunk, FastPaths, Passes
 from asdl_marglik.combination import Combination
+from asdl_marglik.linalg import eigenvalues, eigenvalues_of_rows
 from asdl_marglik.stores import SharedFactors
 from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError
 from torch import nn
@@ -140,6 +141,26 @@ def test_kernels_of_a_cached_block_in_packed_form(outputs, dtype):
             found.append([total.detach(), *torch.autograd.grad(total, ml.hyperparameters())])
     for ours, theirs in zip(found[:2], found[2:], strict=True):
         assert_same(ours, theirs, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4)])
+def test_eigenvalues_of_rows_and_their_derivatives_against_autograd(shape, dtype):
+    rows = torch.randn(2, *shape, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    weights = torch.linspace(0.5, 2, 4, dtype=torch.float64)
+    found = []
+    for function in (
+        lambda r: torch.linalg.eigvalsh(r.double() @ r.double().mT)[:, -4:],
+        eigenvalues_of_rows,
+        lambda r: eigenvalues(r @ r.mT)[:, -4:],
+    ):
+        leaf = rows.clone().requires_grad_()
+        values = function(leaf)
+        found.append([values.detach(), *torch.autograd.grad((values * weights).sum(), leaf)])
+    for ours in found[1:]:
+        for a, b in zip(ours, found[0], strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=10 * TOLERANCE[dtype], atol=TOLERANCE[dtype] * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 3, 1, 2), (4, 4)])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .chunk import Chunk, Form, Request
-from .linalg import eigenvalues, second_moment
+from .linalg import eigenvalues, eigenvalues_of_rows, second_moment
 from .part import Group, Memory, Part, Settled, mix
 
 if TYPE_CHECKING:
@@ -154,20 +154,18 @@ class Kron(Part):
         return self._spectrum(inputs, 0), self._spectrum(outputs, 1)
 
     def _factors(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both factors in float64, or their root rows [N, groups, D]."""
-        inputs, outputs = (s.to(torch.float64) for s in statistics)
+        """Both factors, or their root rows [N, groups, D]."""
+        inputs, outputs = statistics
         if self.kinds[1] == "rows":
-            outputs = mix(outputs, mixing).flatten(0, 2)
+            outputs = mix(outputs.to(torch.float64), mixing).flatten(0, 2)
         return inputs.flatten(0, 1) if self.kinds[0] == "rows" else inputs, outputs
 
     def _spectrum(self, factor: Tensor, which: int, log_scale: Tensor | None = None) -> Tensor:
-        """Eigenvalues [groups, m] of a factor given by its rows [N, groups, D] or itself [groups, D, D]."""
+        """Eigenvalues [groups, m] in float64 of a factor, given by rows [N, groups, D] or as it is [groups, D, D]."""
         if self.kinds[which] == "rows":
             if log_scale is not None:
                 factor = factor * torch.exp(-log_scale / 2)
-            factor = factor.movedim(1, 0)
-            gram = factor @ factor.mT if factor.shape[1] <= factor.shape[2] else factor.mT @ factor
-            return eigenvalues(gram)
+            return eigenvalues_of_rows(factor.movedim(1, 0))
         if log_scale is not None:
             root = torch.exp(-log_scale / 2)
             factor = root[:, :, None] * factor * root[:, None, :]

@@ -139,9 +139,58 @@ def _tiny(roots: Tensor) -> Tensor:
     return 1e-8 * roots.amax(-1, keepdim=True).unsqueeze(-1).clamp_min(1e-150)
 
 
+class _Eigenvalues(torch.autograd.Function):
+    """Values in float64; derivatives, which are as precise as what they are derived from, in the dtype given."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(matrix.to(torch.float64))
+        ctx.save_for_backward(vectors.to(matrix.dtype))
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        return _spectral(ctx.saved_tensors[0], cotangents[0])
+
+
+class _EigenvaluesOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(_smaller_gram(rows))
+        ctx.save_for_backward(vectors.to(rows.dtype), rows)
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        vectors, rows = ctx.saved_tensors
+        gram_bar = _spectral(vectors, 2 * cotangents[0])
+        return gram_bar @ rows if rows.shape[-2] <= rows.shape[-1] else rows @ gram_bar
+
+
+def _spectral(vectors: Tensor, values: Tensor) -> Tensor:
+    """V diag(values) V^T."""
+    return (vectors * values.unsqueeze(-2).to(vectors.dtype)) @ vectors.mT
+
+
+def _smaller_gram(rows: Tensor) -> Tensor:
+    rows = rows.to(torch.float64)
+    return rows @ rows.mT if rows.shape[-2] <= rows.shape[-1] else rows.mT @ rows
+
+
 def eigenvalues(matrix: Tensor) -> Tensor:
     """Non-negative eigenvalues of positive semi-definite M [..., n, n], ascending; their derivative needs no gaps."""
-    return torch.linalg.eigvalsh(matrix.to(torch.float64)).clamp_min(0)
+    if not (torch.is_grad_enabled() and matrix.requires_grad):
+        return torch.linalg.eigvalsh(matrix.to(torch.float64)).clamp_min(0)
+    return _Eigenvalues.apply(matrix).clamp_min(0)
+
+
+def eigenvalues_of_rows(rows: Tensor) -> Tensor:
+    """Those of R^T R for rows R [..., N, D], but for zeros, from the smaller of R^T R and R R^T."""
+    if not (torch.is_grad_enabled() and rows.requires_grad):
+        return torch.linalg.eigvalsh(_smaller_gram(rows)).clamp_min(0)
+    return _EigenvaluesOfRows.apply(rows).clamp_min(0)
 
 
 class _SecondMoment(torch.autograd.Function):
