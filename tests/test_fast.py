@@ -6,7 +6,7 @@ import pytest
 import torch
 from asdl_marglik import ALL, Chunk, FastPaths, Passes
 from asdl_marglik.combination import Combination
-from asdl_marglik.linalg import eigenvalues, eigenvalues_of_rows
+from asdl_marglik.linalg import eigenvalues, eigenvalues_of_rows, gram_of
 from asdl_marglik.stores import SharedFactors
 from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError
 from torch import nn
@@ -141,6 +141,12 @@ def test_kernels_of_a_cached_block_in_packed_form(outputs, dtype):
             found.append([total.detach(), *torch.autograd.grad(total, ml.hyperparameters())])
     for ours, theirs in zip(found[:2], found[2:], strict=True):
         assert_same(ours, theirs, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("n", [5, 200, 201])
+def test_a_gram_matrix_half_of_which_is_mirrored(n):
+    rows = torch.randn(n, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(gram_of(rows), rows @ rows.mT)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

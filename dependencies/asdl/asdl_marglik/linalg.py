@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .errors import CurvatureError
 
+MANY_ROWS = 128  # from here on half a product is faster than a whole one
+
 
 def log_det_factor(identity_plus: Tensor) -> tuple[Tensor, Tensor, bool]:
     """log|M| of M = I + K given by its lower triangle, and what `inverse_of` takes: a factor of M, or its inverse."""
@@ -191,6 +193,19 @@ def eigenvalues_of_rows(rows: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and rows.requires_grad):
         return torch.linalg.eigvalsh(_smaller_gram(rows)).clamp_min(0)
     return _EigenvaluesOfRows.apply(rows).clamp_min(0)
+
+
+def gram_of(rows: Tensor) -> Tensor:
+    """R R^T of rows R [N, D]; of many rows, a quarter is mirrored instead of computed."""
+    n = len(rows)
+    if n < MANY_ROWS:
+        return rows @ rows.mT
+    upper, lower = rows.tensor_split(2)
+    gram = rows.new_empty(n, n)
+    gram[: len(upper), : len(upper)] = upper @ upper.mT
+    gram[len(upper) :] = lower @ rows.mT
+    gram[: len(upper), len(upper) :] = gram[len(upper) :, : len(upper)].mT
+    return gram
 
 
 class _SecondMoment(torch.autograd.Function):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .chunk import Chunk, Form
+from .linalg import gram_of
 
 if TYPE_CHECKING:
     from .structure import Problem
@@ -74,7 +75,7 @@ class Rows(Store):
 
     def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
         v = self.all_rows(kept)
-        return (v if inverse_precision is None else v * inverse_precision) @ v.mT
+        return gram_of(v) if inverse_precision is None else (v * inverse_precision) @ v.mT
 
     def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
         v = self.all_rows(kept)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..linalg import gram_of
 from .base import Call, Rule, Wanted, named, register
 
 _DIMENSIONS = {
@@ -112,8 +113,7 @@ class Convolution(Rule):
     def moment(self, call: Call, role: str, a: Tensor) -> Tensor:
         if call.options["groups"] > 1:
             return super().moment(call, role, a)
-        x = _by_feature(call, a)
-        return (x @ x.mT).unsqueeze(0)
+        return gram_of(_by_feature(call, a)).unsqueeze(0)
 
     def pull_moment(self, call: Call, role: str, a: Tensor, bar: Tensor) -> Tensor:
         if call.options["groups"] > 1:
