@@ -6,6 +6,7 @@ python scripts/generate_bound_commands.py > scripts/bound_commands.sh
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from commands import Experiment, Printable, Scale, print_commands, runs
 
@@ -50,7 +51,7 @@ def estimators(names: list[str], scale: Scale) -> Iterator[Config]:
 
 
 # at small scale: the choices that are not multiplied with each other, one command each
-SMALL_GRIDS: dict[str, list[dict[str, tuple]]] = {
+SMALL_GRIDS: dict[str, list[dict[str, Any]]] = {
     "bound-grid-prior": [
         {"structures": ("ntk",), "subsets": (10, 50, 100, 250, 0), "roots": ("paper", "fisher", "eigen")},
         {
@@ -66,6 +67,13 @@ SMALL_GRIDS: dict[str, list[dict[str, tuple]]] = {
         {"structures": ("ntk",), "subsets": (10, 50, 100, 250, 0), "roots": ("paper", "fisher")},
         {"structures": ("kfac", "diag"), "subsets": (0,), "outputs": ("all",)},
         {"structures": ("kfac",), "subsets": (10, 100), "outputs": ("all",), "partitions": ("random",)},
+        {
+            "structures": ("blockdiag",),
+            "subsets": (10, 50, 100),
+            "outputs": ("all",),
+            "partitions": ("random",),
+            "blocks": 4,
+        },  # fmt: skip
     ],
 }
 
