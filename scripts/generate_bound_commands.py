@@ -73,7 +73,7 @@ SMALL_GRIDS: dict[str, list[dict[str, Any]]] = {
             "outputs": ("all",),
             "partitions": ("random",),
             "blocks": 4,
-        },  # fmt: skip
+        },
     ],
 }
 
