@@ -196,7 +196,7 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a run where its checkpoint left it."""
-        _refuse_other_settings(state["settings"], self.problem.config.flat())
+        refuse_other_settings(state["settings"], self.problem.config.flat())
         problem = self.problem
         self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
         problem.model.load_state_dict(state["model"])
@@ -219,7 +219,8 @@ _FREE = {
 }
 
 
-def _refuse_other_settings(stored: dict[str, Any], given: dict[str, Any]) -> None:
+def refuse_other_settings(stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Settings with which a run cannot be continued are an error."""
     for name, value in given.items():
         if name not in _FREE and stored.get(name, value) != value:
             raise NtkMarglikError(

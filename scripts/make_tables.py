@@ -187,20 +187,28 @@ def latex(layout: Layout, lines: list[list[str]], text: str) -> str:
     ])  # fmt: skip
 
 
+def rendered(number: str, given: Sequence[Path], style: str = "markdown") -> str | None:
+    """A table of the paper from run folders and csv files; None if they have no finished run for it."""
+    layout = LAYOUTS[number]
+    rows = [row for row in rows_from(given) if row["dataset"] in layout.datasets]
+    if not rows:
+        return None
+    published = [p for p in records.read(PUBLISHED) if p["table"] == layout.number]
+    lines = list(body(layout, rows, published))
+    return {"markdown": markdown, "latex": latex}[style](layout, lines, caption(layout, rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, folders of them, or csv files of runs")
     parser.add_argument("--table", choices=tuple(LAYOUTS), default="1")
     parser.add_argument("--format", choices=("markdown", "latex"), default="markdown")
     given = parser.parse_args()
-    layout = LAYOUTS[given.table]
-    rows = [row for row in rows_from(given.runs) if row["dataset"] in layout.datasets]
-    if not rows:
-        parser.error(f"there are no finished runs on {' or '.join(layout.datasets)} in these folders")
-    published = [p for p in records.read(PUBLISHED) if p["table"] == layout.number]
-    lines = list(body(layout, rows, published))
-    render = {"markdown": markdown, "latex": latex}[given.format]
-    print(render(layout, lines, caption(layout, rows)))
+    text = rendered(given.table, given.runs, given.format)
+    if text is None:
+        datasets = LAYOUTS[given.table].datasets
+        parser.error(f"there are no finished runs on {' or '.join(datasets)} in these folders")
+    print(text)
 
 
 if __name__ == "__main__":

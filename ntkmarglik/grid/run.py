@@ -66,6 +66,20 @@ def run(config: GridConfig) -> Path | None:
     return path
 
 
+def is_complete(config: GridConfig) -> bool:
+    """Whether the csv has every chosen bound; a csv of other results is an error.
+
+    False if only the program can tell: the network is that of a checkpoint, or the exact value did not fit in memory.
+    """
+    path = config.folder / CSV
+    if config.reference.checkpoint is not None or not path.exists():
+        return False
+    table, values = Table.open(path, _command(config.run_config()), config), values_of(config.grid)
+    if not table.rows:
+        return False
+    return not any(table.missing(bound, values) for bound in bounds_of(config.grid, int(table.rows[0]["n_data"])))
+
+
 def _fill(table: Table, evaluator: Evaluator, bounds: list[Bound], values: list[float], config: GridConfig) -> None:
     """Evaluate what is missing, and save it as soon as it is known."""
     name, data = config.grid.hyperparameter, evaluator.reference.data
