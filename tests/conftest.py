@@ -1,5 +1,8 @@
 """Shared settings: float64 references, one thread (tests run in parallel processes), warnings as errors elsewhere."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,3 +15,12 @@ def _one_thread():
 @pytest.fixture
 def generator():
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty working directory; what is started there can import what tests import."""
+    monkeypatch.chdir(tmp_path)
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    return tmp_path

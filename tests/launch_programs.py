@@ -1,0 +1,68 @@
+"""What the jobs of test_launch.py do: small programs that fail, die and wait when told to."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def note(folder, text):
+    with (Path(folder) / "log").open("a") as file:
+        file.write(f"{text}\n")
+
+
+def done(folder):
+    note(folder, f"start {time.time()}")
+    time.sleep(0.2)
+    note(folder, f"end {time.time()}")
+    (Path(folder) / "summary.json").write_text("{}")
+    return 0
+
+
+def first(folder):
+    """Whether this is the first call for a folder."""
+    there = (Path(folder) / "called").exists()
+    (Path(folder) / "called").touch()
+    return not there
+
+
+def good(arguments):
+    return done(arguments[0])
+
+
+def fails_first(arguments):
+    if first(arguments[0]):
+        os.write(2, b"error: not yet\n")
+        return 2
+    return done(arguments[0])
+
+
+def dies_first(arguments):
+    if first(arguments[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done(arguments[0])
+
+
+def is_preempted_first(arguments):
+    """As SLURM does it."""
+    if first(arguments[0]):
+        os.kill(os.getpid(), signal.SIGUSR2)
+    return done(arguments[0])
+
+
+def raises(arguments):
+    raise RuntimeError("never")
+
+
+def waits(arguments):
+    """Until a file says so."""
+    note(arguments[0], f"start {time.time()}")
+    try:
+        while not (Path(arguments[0]) / "go").exists():
+            time.sleep(0.02)
+    except KeyboardInterrupt:
+        note(arguments[0], "interrupted")
+        return 130
+    note(arguments[0], f"end {time.time()}")
+    (Path(arguments[0]) / "summary.json").write_text("{}")
+    return 0
