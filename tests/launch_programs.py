@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def is_preempted_first(arguments):
     """As SLURM does it."""
     if first(arguments[0]):
         os.kill(os.getpid(), signal.SIGUSR2)
+    return done(arguments[0])
+
+
+def is_put_back_first(arguments):
+    """As SLURM does it where it sends no other signal than SIGTERM, after which a run stops with a checkpoint."""
+    if first(arguments[0]):
+        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
+        return 130
     return done(arguments[0])
 
 

@@ -60,16 +60,16 @@ def test_parameters_reach_slurm_and_preempted_jobs_continue(place, cluster):
     executor = Slurm(
         2, together=True, threads=4, timeout_min=720, gpus_per_node=1, slurm_partition="gpu", slurm_account="me"
     )
-    tasks = fakes(place, "good", "fails_first", "is_preempted_first")
+    tasks = fakes(place, "good", "fails_first", "is_preempted_first", "is_put_back_first")
     sweep = sweep_of(tasks, place, executor)
     said = follow(sweep)
-    assert [entry.failures for entry in sweep.entries] == [0, 1, 0] and sweep.counts()["done"] == 3
+    assert [entry.failures for entry in sweep.entries] == [0, 1, 0, 0] and sweep.counts()["done"] == 4
     array, single = sorted(cluster.glob("*.script"))
     flags = set(re.findall(r"^#SBATCH --(\S+)", array.read_text(), re.M))
-    assert {"array=0-2%2", "time=720", "gpus-per-node=1", "partition=gpu", "account=me", "cpus-per-task=4"} <= flags
+    assert {"array=0-3%2", "time=720", "gpus-per-node=1", "partition=gpu", "account=me", "cpus-per-task=4"} <= flags
     assert "job-name=ntk-marglik" in flags and "export OMP_NUM_THREADS=4" in array.read_text()
     assert "array" not in single.read_text().split("# command")[0].replace("%A_%a", "")
-    assert (cluster / "100_2.requeued").exists() and len(tasks[2].log()) == 2
+    assert all((cluster / f"100_{n}.requeued").exists() and len(tasks[n].log()) == 2 for n in (2, 3))
     assert any("error: not yet" in line for line in said)
 
 

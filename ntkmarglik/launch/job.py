@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 LOCK = ".lock"  # in the folder of a run
+INTERRUPTED = 130  # exit code of a program that was asked to stop
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,16 @@ class Job:
     place: Path  # working directory, from which relative names count
 
     def __call__(self) -> int:
-        if os.environ.get("SUBMITIT_EXECUTOR") == "local":
+        local = os.environ.get("SUBMITIT_EXECUTOR") == "local"
+        if local:
             os.setsid()  # Ctrl-C in the launcher's terminal is not meant for it
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # `--stop`; submitit would ignore it
         os.chdir(self.place)
         with alone(self.folder):
-            return pkgutil.resolve_name(self.program)(list(self.arguments))
+            code = pkgutil.resolve_name(self.program)(list(self.arguments))
+        if code == INTERRUPTED and not local:
+            sys.exit(code)  # without a result: SLURM knows whether the job is put back in the queue, or was cancelled
+        return code
 
     def checkpoint(self) -> DelayedSubmission:
         """What submitit puts in the queue before a time limit or a pre-emption ends the job: the same.
