@@ -131,7 +131,7 @@ def launch(given: argparse.Namespace) -> bool:
                 print(f"{sweep.stop()} jobs are told to stop; their runs continue when the file is launched again")
                 return True
             print(
-                f"{given.table}: {heading(sweep)}; {sweep.submitted} jobs found running. Ctrl-C leaves jobs running.",
+                f"{given.table}: {heading(sweep)}; {sweep.submitted} jobs from before. Ctrl-C leaves jobs running.",
                 flush=True,
             )
             for command in sweep.removed:

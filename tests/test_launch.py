@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -111,22 +112,25 @@ def test_failures_are_tried_again_and_the_limit_is_kept(place):
 
 
 def launched(tasks, place):
-    """A launcher in another process with a terminal's process group."""
+    """A launcher in another process with a terminal's process group, and the reading end of its output."""
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.setsid()
+            os.dup2(writing, 1)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             follow(sweep_of(tasks, place))
         finally:
             os._exit(1)
-    return child
+    os.close(writing)
+    return child, reading
 
 
 @pytest.mark.parametrize("end", ["kill -9", "the terminal"])
 def test_the_next_launcher_finds_the_jobs_of_one_that_died(end, place):
     tasks = fakes(place, "waits", "good", "waits")
-    launcher = launched(tasks, place)
+    launcher, output = launched(tasks, place)
     until(lambda: tasks[0].log() and tasks[2].log())
     state = json.loads((place / "table.launch/state.json").read_text())["lines"]
     if end == "kill -9":
@@ -135,6 +139,9 @@ def test_the_next_launcher_finds_the_jobs_of_one_that_died(end, place):
         for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C; then it is closed
             os.killpg(launcher, number)
     os.waitpid(launcher, 0)
+    ready, _, _ = select.select([output], [], [], 10)
+    assert ready and os.read(output, 1) == b""  # jobs do not hold what it writes to
+    os.close(output)
     time.sleep(0.2)
     sweep = sweep_of(tasks, place)
     assert sweep.submitted == 2 and sweep.counts()["done"] == 1

@@ -115,7 +115,7 @@ class Local:
         executor.update_parameters(
             timeout_min=FOREVER, gpus_per_node=n, visible_gpus=self.gpus[slot * n : (slot + 1) * n]
         )
-        with _shielded(), environment_variables(**environment(self.threads)):
+        with _shielded(folder / "controller.log"), environment_variables(**environment(self.threads)):
             started = executor.submit(job)
         return Ticket(str(folder), started.job_id, psutil.Process(int(started.job_id)).create_time(), slot)
 
@@ -163,14 +163,24 @@ class _Process:
 
 
 @contextlib.contextmanager
-def _shielded() -> Iterator[None]:
-    """What is started here ignores the terminal (Ctrl-C, its closing): ignored signals stay so in a new program."""
-    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+def _shielded(log: Path) -> Iterator[None]:
+    """What is started here outlives the launcher's terminal, and does not keep its streams from ending.
+
+    It ignores Ctrl-C and hang-ups (ignored signals stay so in a new program), and what it says goes to a file.
+    """
+    numbers, streams = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP), (1, 2)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    kept = {stream: os.dup(stream) for stream in streams}
     try:
+        with log.open("w") as file:
+            for stream in streams:
+                os.dup2(file.fileno(), stream)
         yield
     finally:
-        for number, handler in previous.items():
+        for stream, copy in kept.items():
+            os.dup2(copy, stream)
+            os.close(copy)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
