@@ -21,11 +21,12 @@ from .marglik import MarginalLikelihood
 from .partition import Block, ClassPartition, Partition
 from .posterior import FixedPosterior, Posterior
 from .prior import GaussianPrior
+from .sampled import SampledLaplace
 from .spectrum import SpectralMarginalLikelihood, Spectrum
 
 __all__ = [
     "Bernoulli", "Block", "Bounds", "Categorical", "ClassPartition", "ConditionalScore", "DataEmphasizedELBO",
     "DiagonalLaplace", "DiagonalLikelihood", "Evidence", "FixedPosterior", "FromLogProb", "Gaussian", "GaussianPrior",
     "HeteroscedasticGaussian", "Likelihood", "LowRankCovariance", "MarginalLikelihood", "MarglikError", "Partition",
-    "Poisson", "Posterior", "SpectralMarginalLikelihood", "Spectrum", "clml", "evidence_by_blocks",
+    "Poisson", "Posterior", "SampledLaplace", "SpectralMarginalLikelihood", "Spectrum", "clml", "evidence_by_blocks",
 ]  # fmt: skip

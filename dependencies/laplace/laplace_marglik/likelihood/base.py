@@ -92,6 +92,16 @@ class Likelihood(nn.Module):
         block = hessian.gather(1, columns.unsqueeze(2).expand(-1, -1, hessian.shape[2]))
         return psd_sqrt(block.gather(2, columns.unsqueeze(1).expand(-1, columns.shape[1], -1)))
 
+    def root_product(self, f: Tensor, y: Tensor, xi: Tensor) -> Tensor:
+        """U xi of vectors xi [k, n, ...] shaped as k times the outputs; noise of covariance U U^T if xi is normal."""
+        columns = torch.arange(f[0].numel(), device=f.device).expand(len(f), -1)
+        root = self.root(f, y, "symmetric", columns)
+        return torch.einsum("ncd,knd->knc", root, xi.flatten(2)).reshape(xi.shape)
+
+    def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """U U^T v of vectors v [k, n, ...] shaped as k times the outputs f."""
+        return self.root_product(f, y, self.root_product(f, y, v))
+
     def contrasts(self, shape: torch.Size) -> Tensor | None:
         """Directions [R, C] of the outputs that span all the curvature there is, if these are fewer than C."""
         return None

@@ -92,6 +92,16 @@ class Categorical(Likelihood):
         at_position = torch.nn.functional.one_hot(position, t).to(chosen)  # [n, K, T]
         return torch.einsum("nkv,nkt->nvtk", chosen, at_position).reshape(n, v * t, -1)
 
+    def root_product(self, f: Tensor, y: Tensor, xi: Tensor) -> Tensor:
+        """sqrt(p) xi - p (sqrt(p) . xi): the Fisher root without its matrix."""
+        p = f.softmax(1)
+        scaled = torch.exp(f.log_softmax(1) / 2) * xi
+        return scaled - p * scaled.sum(2, keepdim=True)
+
+    def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        p = f.softmax(1)
+        return p * (v - (p * v).sum(2, keepdim=True))
+
     def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
         """diag(sqrt p) - c p sqrt(p)^T, c = 1 / (1 + sqrt(1 - sum p)), over the chosen outputs of each position."""
         log_p = self._log_p(f)

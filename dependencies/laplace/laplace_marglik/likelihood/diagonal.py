@@ -38,6 +38,10 @@ class DiagonalLikelihood(Likelihood):
         root = self.root_diagonal(f, y)
         return None if root is None else torch.diag_embed(root.reshape(len(f), -1).gather(1, columns))
 
+    def root_product(self, f: Tensor, y: Tensor, xi: Tensor) -> Tensor:
+        root = self.root_diagonal(f, y)
+        return xi if root is None else root * xi
+
 
 class Gaussian(DiagonalLikelihood):
     """y ~ N(f, sigma^2), with a learnable observation noise."""

@@ -1,0 +1,169 @@
+"""The mode of the linear model: its own, for the network's weights need not be one.
+
+With h(theta) = f + J (theta - w) (or J theta, without the offset) the convex loss
+
+    loss(theta) = - sum_i log p(y_i | h_i(theta)) / tau + 1/2 |theta - mu|^2_A
+
+is minimised by Newton steps whose systems are solved by conjugate gradients, or by minibatch gradients. Outputs are
+linear in theta, so that a line search needs no further pass over the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .solve import RATE, ConjugateGradients, Sgd, conjugate_gradients, largest_eigenvalue, nesterov
+from .system import System
+
+NEWTON_STEPS = 30
+INEXACT = 0.1  # relative residual of a Newton system: its error is mended by the next step
+
+
+@dataclass
+class LinearModel:
+    """The convex loss of a system's data; theta and mu are in the system's coordinates, weights divided by s."""
+
+    system: System
+    offset: bool
+
+    def __post_init__(self) -> None:
+        layout, prior = self.system.layout, self.system.prior
+        weights = {name: w.detach() for name, w in self.system.linear.model.named_parameters()}
+        self.origin = self._scaled(layout.flat(weights))
+        means = {name: _filled(prior.mean_of(name), weights[name]) for name in layout.pieces}
+        self.mean = self._scaled(layout.flat(means))
+
+    def _scaled(self, vector: Tensor) -> Tensor:
+        scale = self.system.linear.scale
+        return vector if scale is None else vector / scale
+
+    def squares(self, theta: Tensor) -> Tensor:
+        """|theta - mu|^2 of each group [G]."""
+        deviation = (theta - self.mean).unsqueeze(0)
+        return self.system.layout.dots(deviation, deviation)[0]
+
+    def log_likelihood(self, outputs: list[Tensor]) -> Tensor:
+        """sum_i log p(y_i | h_i) / tau of the outputs of each batch, in float64."""
+        likelihood = self.system.likelihood
+        total = torch.zeros((), dtype=torch.float64, device=self.mean.device)
+        with torch.no_grad():
+            for h, (_, y) in zip(outputs, self.system.batches(), strict=True):
+                total += likelihood.log_prob(h.double(), y).sum()
+            return total * torch.exp(-likelihood.log_temperature.double())
+
+    def outputs(self, theta: Tensor) -> list[Tensor]:
+        """h(theta) of each batch; one pass."""
+        return [self._outputs(theta, x) for x, _ in self.system.batches()]
+
+    def _outputs(self, theta: Tensor, x: Any) -> Tensor:
+        vector = theta - self.origin if self.offset else theta
+        f, pushed = self.system.linear.jvp(x, vector.unsqueeze(0))
+        return f + pushed[0] if self.offset else pushed[0]
+
+    def slope(self, h: Tensor, y: Tensor) -> Tensor:
+        """- d log p / dh / tau."""
+        likelihood = self.system.likelihood
+        with torch.enable_grad():
+            h = h.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(likelihood.log_prob(h, y).sum(), h)
+        return -slope * torch.exp(-likelihood.log_temperature.detach()).to(h.dtype)
+
+    def gradient(self, theta: Tensor, outputs: list[Tensor]) -> Tensor:
+        """Gradient [1, P] of the loss over all data."""
+        out = torch.zeros_like(theta).unsqueeze(0)
+        for h, (x, y) in zip(outputs, self.system.batches(), strict=True):
+            slope = self.slope(h, y).unsqueeze(0)
+            self.system.linear.vjp_(x, lambda _, slope=slope: slope, out)  # type: ignore[misc]
+        return self._with_prior(out, theta)
+
+    def batch_gradient(self, theta: Tensor, batch: tuple[Any, Tensor]) -> Tensor:
+        """An unbiased estimate [1, P] of the gradient from one batch."""
+        x, y = batch
+        slope = self.slope(self._outputs(theta[0], x), y).unsqueeze(0)
+        out = torch.zeros_like(theta)
+        self.system.linear.vjp_(x, lambda _: slope, out, self.system.n_data / len(y))
+        return self._with_prior(out, theta[0])
+
+    def _with_prior(self, out: Tensor, theta: Tensor) -> Tensor:
+        return self.system.layout.add_(out, (theta - self.mean).unsqueeze(0), self.system.precision)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Where the loss is least, and how near to it the search ended."""
+
+    theta: Tensor
+    steps: int
+    error: float  # relative: |last step| / |theta - mu| for Newton steps, |gradient| / |first gradient| for others
+
+
+def newton(model: LinearModel, theta: Tensor, settings: ConjugateGradients, precondition: Any = None) -> Mode:
+    """Newton steps until one is shorter than the tolerance, in units of the prior."""
+    system = model.system
+    outputs, error, steps = model.outputs(theta), float("inf"), 0
+    inner = replace(settings, tolerance=max(settings.tolerance, INEXACT))
+    while error > settings.tolerance and steps < NEWTON_STEPS:
+        steps += 1
+        gradient = model.gradient(theta, outputs)
+        direction = torch.zeros_like(gradient)
+        conjugate_gradients(
+            lambda v: system.product(v, outputs), gradient.neg(), direction, inner, precondition  # noqa: B023
+        )  # fmt: skip
+        pushed = [system.linear.jvp(x, direction)[1][0] for x, _ in system.batches()]
+        slope = (gradient.double() * direction.double()).sum().item()
+        length = _line_search(model, theta, direction[0], outputs, pushed, slope)
+        theta = theta + length * direction[0]
+        outputs = [h + length * p for h, p in zip(outputs, pushed, strict=True)]
+        size = (system.precision * model.squares(theta)).sum().item()
+        error = (length * abs(slope) ** 0.5) / max(size, 1e-300) ** 0.5
+        if length == 0:
+            break
+    return Mode(theta, steps, error)
+
+
+def _line_search(
+    model: LinearModel, theta: Tensor, direction: Tensor, outputs: list[Tensor], pushed: list[Tensor], slope: float
+) -> float:
+    """The longest of 1, 1/2, 1/4, ... that lowers the loss as its slope promises; 0 where rounding hides the gain."""
+    precision = model.system.precision
+
+    def loss(length: float) -> float:
+        moved = [h + length * p for h, p in zip(outputs, pushed, strict=True)]
+        penalty = (precision * model.squares(theta + length * direction)).sum()
+        return (0.5 * penalty - model.log_likelihood(moved)).item()
+
+    start, length = loss(0.0), 1.0
+    while length > 1e-6:
+        if loss(length) <= start + 1e-4 * length * slope:
+            return length
+        length /= 2
+    return 0.0
+
+
+def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
+    """Nesterov steps on minibatches; the curvature that limits their size is that of undecided outputs too."""
+    system = model.system
+    batch = next(system.batches())
+    weight, f = system.n_data / len(batch[1]), system.linear.outputs(batch[0])
+
+    def product(v: Tensor, point: Tensor) -> Tensor:
+        out = torch.zeros_like(v)
+        system.add_curvature_(out, v, batch, weight, point)
+        return system.layout.add_(out, v, system.precision)
+
+    steepest = max(largest_eigenvalue(lambda v: product(v, p), theta) for p in (f, torch.zeros_like(f)))  # noqa: B023
+    rate = settings.rate or RATE / steepest
+    first = model.gradient(theta, model.outputs(theta)).norm().item()
+    moved = theta.unsqueeze(0).clone()
+    bound = torch.full((1, 1), settings.clip * first, dtype=torch.float64, device=theta.device)
+    steps = nesterov(lambda z, b, _: model.batch_gradient(z, b), system.batches, moved, settings, rate, bound)
+    last = model.gradient(moved[0], model.outputs(moved[0])).norm().item()
+    return Mode(moved[0], steps, last / max(first, 1e-300))
+
+
+def _filled(mean: Tensor | float, like: Tensor) -> Tensor:
+    return mean.to(like).expand_as(like) if isinstance(mean, Tensor) else torch.full_like(like, mean)
