@@ -11,7 +11,7 @@ import tyro
 
 from .settings import Settings, parse_as
 
-Method = Literal["map", "augerino", "elbo", "de-elbo", "ntk", "full", "blockdiag", "kfac", "diag"]
+Method = Literal["map", "augerino", "elbo", "de-elbo", "ntk", "full", "blockdiag", "kfac", "diag", "sampled"]
 WITHOUT_BLOCKS = ("map", "augerino", "elbo", "de-elbo")  # methods that do not learn from blocks of the evidence
 
 
@@ -21,7 +21,8 @@ class Estimator:
 
     method: Method = "ntk"
     """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss; elbo and
-    de-elbo learn a Gaussian posterior, prior variances and augmentation by a variational bound."""
+    de-elbo learn a Gaussian posterior, prior variances and augmentation by a variational bound; sampled learns the
+    prior by EM steps from posterior samples."""
     subset: int = 500
     """Data points S in a block; 0 = all."""
     outputs: int = 1
@@ -42,6 +43,31 @@ class Estimator:
     """Emphasis on the data in de-elbo; 0 = parameters / data."""
     antithetic: bool = False
     """Average the loss of elbo and de-elbo over two opposite draws of the weights."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How posterior samples are drawn (--method sampled)."""
+
+    samples: int = 8
+    """Samples k."""
+    solver: Literal["cg", "sgd"] = "cg"
+    """Conjugate gradients, in passes over all data, or minibatch gradients with Nesterov momentum."""
+    solver_passes: int = 50
+    """Passes over the data for a set of samples; with cg at most."""
+    solver_tolerance: float = 0.01
+    """Relative residual at which cg ends."""
+    preconditioner_rows: int = 0
+    """Rows of the data that make a preconditioner for cg; as many vectors of all weights are kept."""
+    em_steps: int = 1
+    """EM steps on the prior in each round."""
+    g_prior: bool = False
+    """Scale features to unit curvature; the learned precision is then that of scaled weights, and weights are trained
+    with the initial one."""
+    exclude: str = ""
+    """Name patterns of weights that samples leave fixed, separated by commas (*norm*)."""
+    ladder: int = 9
+    """Precisions over which the final evidence is integrated."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +185,7 @@ class Config(Settings):
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     training: Training = field(default_factory=Training)
     run: Run = field(default_factory=Run)
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Config:

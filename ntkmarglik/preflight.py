@@ -27,6 +27,7 @@ class Sizes:
     modules: tuple[int, ...]  # parameters of each module
     subset: int
     outputs: int
+    samples: int = 0  # of the posterior
 
     @property
     def rows(self) -> int:
@@ -42,6 +43,8 @@ def check_settings(config: Config) -> None:
     hyper, training, run = config.hyperparameters, config.training, config.run
     positive = {
         "epochs": training.epochs, "batch_size": training.batch_size, "frequency": training.frequency,
+        "samples": config.sampling.samples, "solver_passes": config.sampling.solver_passes,
+        "solver_tolerance": config.sampling.solver_tolerance, "em_steps": config.sampling.em_steps,
         "lr": training.lr, "prior_precision": hyper.prior_precision, "aug_samples": hyper.aug_samples,
         "sigma": hyper.sigma,
     }  # fmt: skip
@@ -69,6 +72,10 @@ def check_settings(config: Config) -> None:
         )
     if config.estimator.aug_block and (config.estimator.subset or config.estimator.method not in ("kfac", "diag")):
         raise NtkMarglikError("--aug-block is for estimators of all data: --method kfac or diag with --subset 0.")
+    if config.estimator.method == "sampled" and hyper.augment != "none":
+        raise NtkMarglikError("--method sampled learns the prior only; use --augment none, or --method ntk or kfac.")
+    if config.sampling.ladder < 2:
+        raise NtkMarglikError(f"--ladder needs at least 2 precisions, but is {config.sampling.ladder}.")
     if run.device == "cuda" and not torch.cuda.is_available():
         raise NtkMarglikError("--device cuda, but torch sees no GPU here; use --device cpu or auto.")
     if config.estimator.method not in WITHOUT_BLOCKS and not hyper_epochs(training):
@@ -87,7 +94,7 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
             f"--outputs {estimator.outputs}, but {data.name} has {data.n_classes} classes; use "
             f"--outputs {data.n_classes}."
         )
-    if estimator.subset > data.n_data:
+    if estimator.subset > data.n_data and estimator.method != "sampled":
         raise NtkMarglikError(
             f"--subset {estimator.subset}, but there are {data.n_data} training data; use --subset {data.n_data} (all)."
         )
@@ -97,6 +104,7 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         modules=tuple(size for size in modules if size),
         subset=estimator.subset or data.n_data,
         outputs=estimator.outputs or data.n_classes,
+        samples=config.sampling.samples,
     )
     if config.run.baseline or "elbo" not in estimator.method:  # of which only the baseline has curvature
         _check_memory(config, sizes, problem)
@@ -116,6 +124,11 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
 
     if needed() <= budget:
         return
+    if sizes.structure == "sampled":
+        raise NtkMarglikError(
+            f"{sizes.samples} posterior samples of {sizes.n_parameters:,} weights need about {needed() / 1e9:.2g} GB, "
+            f"and {budget / 1e9:.2g} GB may be used (--memory-budget). Use fewer --samples."
+        )
     choices = (
         [f"--subset {fitting}"] if (fitting := _largest(lambda n: needed(subset=n) <= budget, sizes.subset)) else []
     )
@@ -132,7 +145,9 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
 
 
 def evidence_bytes(sizes: Sizes, problem: Problem) -> int:
-    """Memory of an estimate and its gradient."""
+    """Memory of an estimate and its gradient, or of samples: with directions and residuals, and two."""
+    if sizes.structure == "sampled":
+        return (3 * sizes.samples + 2) * problem.data.x_train.element_size() * sizes.n_parameters
     ml = problem.marginal_likelihood(sizes.structure)
     ml.outputs = sizes.outputs
     return ml.memory(problem.data.x_train[:1], sizes.subset)
@@ -162,6 +177,11 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         hyper_seconds = _evidence_seconds(sizes, problem, method)
         evidence = f"{rounds} rounds x {steps} estimates x {1000 * hyper_seconds:.1f} ms"
         total += rounds * steps * hyper_seconds
+    round_seconds = method.round_seconds()
+    if round_seconds is not None:
+        rounds = len(hyper_epochs(training))
+        evidence = f"{rounds} rounds x at most {round_seconds:.1f} s"
+        total += rounds * round_seconds
     if method.learns and config.run.baseline:
         copies = 1 if problem.augment is None else config.hyperparameters.aug_samples
         total += training.epochs * steps_per_epoch * weight_seconds / copies

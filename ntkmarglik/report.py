@@ -46,6 +46,9 @@ def table(runs: Runs) -> Table:
     result.add_row("test accuracy", *(f"{100 * s['test_accuracy']:.2f} %" for s in summaries))
     result.add_row("test log-likelihood per datum", *(f"{s['test_log_likelihood']:.4f}" for s in summaries))
     result.add_row("test calibration error", *(f"{s['test_ece']:.4f}" for s in summaries))
+    for label, key in (("log-likelihood per datum", "log_likelihood"), ("calibration error", "ece")):
+        if any(f"sampled_test_{key}" in s for s in summaries):
+            result.add_row(f"test {label}, sampled", *(_optional(s.get(f"sampled_test_{key}")) for s in summaries))
     result.add_row("training log-likelihood per datum", *(f"{s['train_log_likelihood']:.4f}" for s in summaries))
     result.add_row("log evidence per datum", *map(_evidence, summaries))
     result.add_row("evidence is", *(_status(s) for s in summaries))
@@ -54,6 +57,10 @@ def table(runs: Runs) -> Table:
         result.add_row("emphasis kappa", *(f"{s['kappa']:.4g}" if "kappa" in s else "-" for s in summaries))
     result.add_row("seconds", *(f"{s['seconds_total']:.1f}" for s in summaries))
     return result
+
+
+def _optional(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _evidence(summary: Metrics) -> str:

@@ -18,7 +18,6 @@ from .data import Dataset, load
 from .errors import NtkMarglikError
 from .exits import exit_code
 from .methods import METHODS, Method, Problem
-from .methods.map import Map
 from .mirrors import Metrics
 from .models import build
 from .summary import summarise
@@ -67,7 +66,7 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
     runs = {label: train(problem, method, path, label)}
     if problem.config.run.baseline and method.learns:
         fixed = prepare(baseline_of(problem.config), problem.data)
-        runs["MAP baseline"] = train(fixed, Map(fixed, method.baseline_structure), path / "baseline", "MAP baseline")
+        runs["MAP baseline"] = train(fixed, method.baseline(fixed), path / "baseline", "MAP baseline")
     return runs
 
 

@@ -19,6 +19,7 @@ def summarise(trainer: Trainer) -> Metrics:
     with trainer.timed("total"):
         test, training = trainer.evaluate("test"), trainer.evaluate("train")
         evidence = trainer.method.evidence()
+        extras = trainer.method.extras()
     n, hyper = problem.data.n_data, config.hyperparameters
     eta = getattr(problem.augment, "eta", None)
     return {
@@ -45,7 +46,7 @@ def summarise(trainer: Trainer) -> Metrics:
         "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
         "initial_prior_precision": None if trainer.method.structure == "elbo" else hyper.prior_precision,
         "augmentation": None if eta is None else eta.detach().tolist(),
-        **trainer.method.describe(),
+        **extras,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": commit(),
     }

@@ -115,6 +115,8 @@ def name_of(config: Config) -> str:
     estimator = config.estimator
     if estimator.method in WITHOUT_BLOCKS:
         return estimator.method
+    if estimator.method == "sampled":
+        return f"sampled-{config.sampling.samples}"
     return f"{estimator.method}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
 
 

@@ -40,7 +40,7 @@ class Trainer:
         augment = [] if problem.augment is None else list(problem.augment.parameters())
         self.prior = torch.optim.Adam(method.hyperparameters(), self.training.lr_hyp)
         self.augment = torch.optim.Adam(augment, self.training.lr_aug) if augment else None
-        self.rounds = hyper_epochs(self.training) if method.learns_by == "evidence" else []
+        self.rounds = hyper_epochs(self.training) if method.learns_by in ("evidence", "samples") else []
         self.epoch = 0
         self.steps = {"weights": 0, "prior": 0, "augment": 0}
         self.seconds = {"total": 0.0, "weights": 0.0, "hyper": 0.0}
@@ -160,7 +160,7 @@ class Trainer:
         self.steps["prior"] += n_prior
         self.steps["augment"] += n_augment
         if not round_.evidences:
-            return {}
+            return round_.metrics
         evidence = Evidence.mean(round_.evidences)
         if not (evidence.total.isfinite() and self.problem.prior.log_precision.isfinite().all()):
             raise NtkMarglikError(

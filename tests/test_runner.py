@@ -159,7 +159,7 @@ def test_every_model_takes_two_steps_with_every_method(model, method, tmp_path):
     data = Dataset("digits", few.x_train, few.y_train, few.x_test[:8], few.y_test[:8], 10)
     config = Config().updated(
         model=model, method=method, width=SMALL.get(model, 0), depth=10, n_data=8, batch_size=4, subset=4, outputs=10,
-        epochs=1, burnin=1, frequency=1, prior_steps=1,
+        epochs=1, burnin=1, frequency=1, prior_steps=1, samples=1, solver_passes=1, ladder=2,
     )  # fmt: skip
     problem = prepare(config, data)
     preflight.check_sizes(config, problem)

@@ -7,6 +7,7 @@ from .base import Method, Problem, Round
 from .elbo import Elbo
 from .laplace import Laplace
 from .map import Map
+from .sampled import Sampled
 
 __all__ = ["METHODS", "Method", "Problem", "Round"]
 
@@ -20,4 +21,5 @@ METHODS: dict[str, Callable[[Problem], Method]] = {
     "blockdiag": Laplace,
     "kfac": Laplace,
     "diag": Laplace,
+    "sampled": Sampled,
 }

@@ -15,7 +15,7 @@ from ..config import Config
 from ..data import Dataset
 from ..mirrors import Metrics
 
-LearnsBy = Literal["nothing", "loss", "evidence"]
+LearnsBy = Literal["nothing", "loss", "evidence", "samples"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Round:
     augment_steps: int
     set_rates: Callable[[int], None]  # to be called before each step with its number
     evidences: list[Evidence] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)  # what else is worth recording
 
     @property
     def steps(self) -> int:
@@ -72,7 +73,7 @@ class Round:
 class Method(ABC):
     """A loss for the weights, rounds of hyperparameter steps, and a final score."""
 
-    learns_by: LearnsBy = "evidence"  # where the gradients of its hyperparameters come from
+    learns_by: LearnsBy = "evidence"  # where the steps of its hyperparameters come from
     structure = "ntk"  # of the curvature by which its evidence is measured, or the name of another bound
 
     def __init__(self, problem: Problem):
@@ -82,11 +83,6 @@ class Method(ABC):
     def learns(self) -> bool:
         """Whether it has a baseline: the same run without learning."""
         return self.learns_by != "nothing"
-
-    @property
-    def baseline_structure(self) -> str:
-        """The curvature by which the evidence of its baseline is measured."""
-        return self.structure
 
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -111,9 +107,21 @@ class Method(ABC):
     def evidence(self) -> Evidence:
         """The final estimate of the log marginal likelihood of all data."""
 
+    @abstractmethod
+    def baseline(self, fixed: Problem) -> Method:
+        """The method with nothing learned that this one is compared with, measured in the same way if it can be."""
+
     def describe(self) -> Metrics:
         """Hyperparameters and numbers of its own, for the record of a run."""
         return {}
+
+    def extras(self) -> Metrics:
+        """What the summary has of its own; asked for after the evidence."""
+        return self.describe()
+
+    def round_seconds(self) -> float | None:
+        """About how long a round takes, where it is not made of estimates of the evidence."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold besides model, prior, augmentation, optimisers and generators."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..mirrors import Metrics
 from .base import LearnsBy, Method, Problem
+from .map import Map
 
 DRAWS = 2  # of the weights for an estimate during training
 FINAL_DRAWS = 20  # and at the end
@@ -35,10 +36,6 @@ class Elbo(Method):
         )  # fmt: skip
         self._last: Bounds | None = None
 
-    @property
-    def baseline_structure(self) -> str:
-        return "ntk"
-
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.objective(x, y)
 
@@ -61,6 +58,9 @@ class Elbo(Method):
         if self._last is not None:
             found["emphasised_elbo"] = self._last.de_elbo.total.item() / self.objective.n_data
         return found
+
+    def baseline(self, fixed: Problem) -> Method:
+        return Map(fixed)
 
     def state(self) -> dict[str, Any]:
         return {"raw_sigma": self.objective.width.raw_sigma.detach()}

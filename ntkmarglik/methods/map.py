@@ -41,6 +41,9 @@ class Map(Method):
             blocks = [partition.sample() for _ in range(min(SCORED_BLOCKS, len(partition)))]
             return Evidence.mean([self.ml(data.x_train[b.index], data.y_train[b.index], block=b) for b in blocks])
 
+    def baseline(self, fixed: Problem) -> Method:
+        return Map(fixed, self.structure)
+
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """The training data in fixed batches, for full-batch estimators."""
         data, size = self.problem.data, self.problem.config.training.batch_size

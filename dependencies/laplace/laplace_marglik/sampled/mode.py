@@ -19,7 +19,6 @@ from torch import Tensor
 from .solve import RATE, ConjugateGradients, Sgd, conjugate_gradients, largest_eigenvalue, nesterov
 from .system import System
 
-NEWTON_STEPS = 30
 INEXACT = 0.1  # relative residual of a Newton system: its error is mended by the next step
 
 
@@ -102,15 +101,19 @@ class Mode:
 
 
 def newton(model: LinearModel, theta: Tensor, settings: ConjugateGradients, precondition: Any = None) -> Mode:
-    """Newton steps until one is shorter than the tolerance, in units of the prior."""
+    """Newton steps until one is shorter than the tolerance, in units of the prior.
+
+    All their systems together take as many passes over the data, at most, as those of one sample may.
+    """
     system = model.system
     outputs, error, steps = model.outputs(theta), float("inf"), 0
-    inner = replace(settings, tolerance=max(settings.tolerance, INEXACT))
-    while error > settings.tolerance and steps < NEWTON_STEPS:
+    left = settings.max_iterations
+    while error > settings.tolerance and left > 0:
         steps += 1
+        inner = replace(settings, tolerance=max(settings.tolerance, INEXACT), max_iterations=left)
         gradient = model.gradient(theta, outputs)
         direction = torch.zeros_like(gradient)
-        conjugate_gradients(
+        left -= 1 + conjugate_gradients(
             lambda v: system.product(v, outputs), gradient.neg(), direction, inner, precondition  # noqa: B023
         )  # fmt: skip
         pushed = [system.linear.jvp(x, direction)[1][0] for x, _ in system.batches()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -250,19 +250,30 @@ class SampledLaplace:
 
     def sample_logits(self, x: Any) -> Tensor:
         """Outputs f + J z_j [k, n, ...] of each sample; their mean is the network's own."""
-        self._check_weights_of_fit()
-        f, pushed = self.linear.jvp(self._placed(x), self._samples)
+        f, pushed = self._pushed(x)
         return f + pushed
 
     def predict(self, x: Any, kind: Literal["mc", "probit"] = "mc") -> Tensor:
         """Class probabilities, or mean predictions [n, ...]: averaged over samples, or from their variance."""
-        samples = self.sample_logits(x)
-        if kind == "mc":
-            return monte_carlo(self.likelihood, samples)
-        if kind == "probit":
-            f = self.linear.outputs(self._placed(x))
-            return probit(self.likelihood, f, (samples - f).square().mean(0))
-        raise MarglikError(f"kind must be mc or probit, got {kind!r}")
+        return self.predictions(x, [kind])[0]
+
+    def predictions(self, x: Any, kinds: Sequence[Literal["mc", "probit"]] = ("mc", "probit")) -> list[Tensor]:
+        """Predictions of several kinds from one pass."""
+        unknown = [kind for kind in kinds if kind not in ("mc", "probit")]
+        if unknown:
+            raise MarglikError(f"kind must be mc or probit, got {unknown[0]!r}")
+        f, pushed = self._pushed(x)
+        return [
+            monte_carlo(self.likelihood, f + pushed)
+            if kind == "mc"
+            else probit(self.likelihood, f, pushed.square().mean(0))
+            for kind in kinds
+        ]
+
+    def _pushed(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Outputs f and the deviations J z_j of each sample from them."""
+        self._check_weights_of_fit()
+        return self.linear.jvp(self._placed(x), self._samples)
 
     def joint_log_prob(self, x: Any, y: Tensor) -> Tensor:
         """log p of all targets together, given all inputs: how well samples agree about several inputs at once."""
@@ -270,7 +281,7 @@ class SampledLaplace:
 
     def covariance(self, x: Any) -> Tensor:
         """Covariance of each input's outputs under the samples [n, C, C]."""
-        pushed = self.linear.jvp(self._placed(x), self._samples)[1].flatten(2)
+        pushed = self._pushed(x)[1].flatten(2)
         return torch.einsum("knc,knd->ncd", pushed, pushed) / self.samples
 
     # -------------------------------------------------------------------------------------------------------- state

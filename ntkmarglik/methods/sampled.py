@@ -1,0 +1,117 @@
+"""The prior learned by EM from samples of the linearised network's posterior (Antoran et al. 2023)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from laplace_marglik import Evidence, GaussianPrior, SampledLaplace
+from laplace_marglik.sampled import ConjugateGradients, Sgd
+
+from ..evaluate import metrics
+from ..mirrors import Metrics
+from .base import LearnsBy, Method, Problem, Round
+from .map import Map
+
+BATCH = 250  # inputs whose predictions are made at once
+
+
+class SampledScore(Map):
+    """Fixed hyperparameters, measured by samples: evidence, effective dimension and predictions."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem)
+        self.structure = "sampled"
+        sampling = problem.config.sampling
+        solver: ConjugateGradients | Sgd = Sgd(passes=sampling.solver_passes)
+        if sampling.solver == "cg":
+            solver = ConjugateGradients(
+                sampling.solver_tolerance, sampling.solver_passes, sampling.preconditioner_rows
+            )  # fmt: skip
+        hyper = problem.config.hyperparameters
+        # scaled features have precisions of their own, which say nothing about the decay of weights
+        prior = GaussianPrior(problem.model, hyper.prior, hyper.prior_precision) if sampling.g_prior else problem.prior
+        self.posterior = SampledLaplace(
+            problem.model, "classification", n_data=problem.data.n_data, prior=prior, samples=sampling.samples,
+            solver=solver, scaling="g-prior" if sampling.g_prior else "none",
+            exclude=[pattern.strip() for pattern in sampling.exclude.split(",") if pattern.strip()],
+            generator=problem.generator,
+        )  # fmt: skip
+        self._fitted = False
+
+    def sample(self) -> None:
+        """Samples at the present weights and precision: anew the first time, then from where they were."""
+        if self._fitted:
+            self.posterior.refit(self.batches())
+        else:
+            self.posterior.fit(self.batches())
+        self._fitted = True
+
+    def evidence(self) -> Evidence:
+        self.sample()
+        found = self.posterior.log_evidence(self.batches(), "weights", self.problem.config.sampling.ladder)
+        self._bracket = [bound / self.problem.data.n_data for bound in found.bracket]
+        return found
+
+    def extras(self) -> Metrics:
+        """Test metrics of sampled predictions, and what the samples say about themselves."""
+        data = self.problem.data
+        found: Metrics = {}
+        both = [self.posterior.predictions(x) for x in data.x_test.split(BATCH)]
+        for name, parts in zip(("sampled", "probit"), zip(*both, strict=True), strict=True):
+            scores = metrics(torch.cat(parts).double().clamp_min(1e-300).log(), data.y_test)
+            found |= {f"{name}_test_{key}": value for key, value in scores.items()}
+        return {**found, **self.describe(), "log_marglik_bracket": self._bracket}
+
+    def describe(self) -> Metrics:
+        """Learned precisions, effective dimension and residuals."""
+        diagnostics, precisions = self.posterior.diagnostics(), self.posterior.prior.precisions()
+        gamma, error = diagnostics["effective_dimension"]
+        return {
+            "sampled_precision": {name: p.mean().item() for name, p in precisions.items()},
+            "effective_dimension": gamma,
+            "effective_dimension_error": error,
+            "sample_residual": max(diagnostics["residuals"]),
+            "sample_steps": diagnostics["steps"],
+            "mode_error": diagnostics["mode_error"],
+        }
+
+    def state(self) -> dict[str, Any]:
+        prior = {} if self.posterior.prior is self.problem.prior else self.posterior.prior.state_dict()
+        return {**self.posterior.state_dict(), "fitted": self._fitted, "prior": prior}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        self._fitted = state["fitted"]
+        self.posterior.load_state_dict(state)
+        if state["prior"]:
+            self.posterior.prior.load_state_dict(state["prior"])
+
+
+class Sampled(SampledScore):
+    """Rounds of EM steps: samples and the linear model's mode give the precision of each group."""
+
+    learns_by: LearnsBy = "samples"
+
+    def learn(self, round_: Round) -> None:
+        self.sample()
+        for _ in range(self.problem.config.sampling.em_steps):
+            self.posterior.update_prior(self.batches())
+        learned = {name: p.mean().item() for name, p in self.problem.prior.precisions().items()}
+        round_.metrics |= {"prior_precision": learned, **self.describe()}
+
+    def baseline(self, fixed: Problem) -> Method:
+        return SampledScore(fixed)
+
+    def round_seconds(self) -> float | None:
+        """All passes of all samples, twice for the mode and the first solution, from one product on one batch."""
+        posterior, batches, sampling = self.posterior, self.batches(), self.problem.config.sampling
+        system = posterior._system(batches)
+        z = torch.randn(1, posterior.layout.size, generator=self.problem.generator).to(batches[0][0])
+        for _ in range(2):  # the first is a little slower
+            start = time.perf_counter()
+            system.add_curvature_(torch.zeros_like(z), z, batches[0])
+            seconds = time.perf_counter() - start
+        return seconds * len(batches) * sampling.solver_passes * (sampling.samples + 1) * (1 + sampling.em_steps)
