@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import estimators
 import measure
+import sampled
 from measure import Case
 
 
@@ -85,3 +86,15 @@ def test_memory_of_an_operation_is_measured_in_a_process_of_its_own():
 def test_files_are_short():
     for path in (ROOT / "benchmarks").glob("*.py"):
         assert len(Path(path).read_text().splitlines()) <= 250
+
+
+def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
+    tiny = sampled.Study("digits", "mlp", 16, 1, 2, 2, 1, 8, batch=16, rungs=2, n_test=20, width=4)
+    row = sampled.study(tiny, "data")
+    assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+    assert row["log_marglik_low"] < row["log_marglik"] < row["log_marglik_high"]
+    for _ in range(2):
+        sampled.write(row, tmp_path / "sampled.csv")
+    assert len(read(tmp_path / "sampled.csv")) == 1
+    committed = read(ROOT / "illustrations/data/sampled.csv")
+    assert list(committed[0]) == list(row) and {r["dataset"] for r in committed} <= set(sampled.STUDIES)

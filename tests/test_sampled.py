@@ -89,7 +89,7 @@ def test_products_are_those_of_the_matrices(exact):
 
 
 def test_samples_have_the_covariance_of_the_posterior(exact):
-    k = 1500
+    k = 1000
     posterior = exact.sampled(k).fit(exact.loader)
     assert max(posterior.diagnostics()["residuals"]) < 1e-5
     white = posterior.weight_samples @ torch.linalg.cholesky(exact.h)  # N(0, I) if they are N(0, H^-1)
@@ -237,10 +237,10 @@ def test_the_fixed_point_of_prior_updates_maximises_the_evidence(structure):
     optimizer.step(closure)
     with torch.no_grad():
         exact.prior.log_precision.copy_(leaf + 0.5)
-    posterior = exact.sampled(300, ROUGH).fit(exact.loader)
-    for _ in range(10):
+    posterior = exact.sampled(200, ROUGH).fit(exact.loader)
+    for _ in range(8):
         posterior.update_prior(exact.loader)
-    torch.testing.assert_close(exact.prior.log_precision.detach(), leaf.detach(), atol=0.15, rtol=0)
+    torch.testing.assert_close(exact.prior.log_precision.detach(), leaf.detach(), atol=0.2, rtol=0)
 
 
 def test_the_update_is_the_root_of_the_evidence_gradient():

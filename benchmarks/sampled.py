@@ -1,0 +1,197 @@
+"""Sampled linearised Laplace on real data beside MAP and the bounds: precision, predictions, cost of an EM step.
+
+python benchmarks/sampled.py digits mnist cifar10 --data-root data      rows of illustrations/data/sampled.csv
+python benchmarks/sampled.py memory                                     peak of an EM step against (3 k + 2) P numbers
+
+Times are CPU seconds in units of a training epoch on the same data; memory is the peak above the start of the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood, SampledLaplace
+from laplace_marglik.sampled import ConjugateGradients
+from measure import peak_above_start
+from torch import Tensor, nn
+
+from ntkmarglik.data import Dataset, load
+from ntkmarglik.evaluate import metrics
+from ntkmarglik.models import build
+
+TARGET = Path(__file__).parent.parent / "illustrations/data/sampled.csv"
+CHUNK = 250  # test inputs whose predictions are made at once
+
+
+@dataclass(frozen=True)
+class Study:
+    """A network trained with a fixed prior, then looked at by samples and by bounds."""
+
+    dataset: str
+    model: str
+    n_data: int
+    epochs: int
+    samples: int
+    passes: int
+    em_steps: int
+    subset: int  # data points of a block of the bounds
+    batch: int = 125
+    rungs: int = 5
+    n_test: int = 2000
+    precision: float = 1.0
+    exclude: tuple[str, ...] = ()
+    depth: int = 10
+    width: int = 0
+
+
+STUDIES = {
+    "digits": Study("digits", "mininet", 500, 300, 4, 60, 4, 250, batch=250),
+    "mnist": Study("mnist", "mininet", 1000, 60, 2, 12, 2, 250, batch=250, rungs=3),
+    "cifar10": Study(
+        "cifar10", "resnet_norm", 500, 10, 2, 6, 2, 50, batch=50, rungs=2, n_test=500, exclude=("*norm*",), width=4
+    ),
+}
+
+
+def study(settings: Study, data_root: str) -> dict[str, object]:
+    """One row: what was learned, how it predicts, and what an EM step cost."""
+    data = load(settings.dataset, data_root, n_data=settings.n_data)
+    model = build(settings.model, data.input_shape, data.n_classes, depth=settings.depth, width=settings.width)
+    prior = GaussianPrior(model, "scalar", settings.precision)
+    ml = MarginalLikelihood(model, "classification", n_data=data.n_data, prior=prior)
+    loader = list(zip(data.x_train.split(settings.batch), data.y_train.split(settings.batch), strict=True))
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+
+    def epoch() -> None:
+        for index in torch.randperm(data.n_data).split(settings.batch):
+            optimizer.zero_grad()
+            ml.map_loss(data.x_train[index], data.y_train[index]).backward()
+            optimizer.step()
+
+    epoch_seconds = _cpu_seconds(lambda: [epoch() for _ in range(settings.epochs)]) / settings.epochs
+    model.eval()
+    optimizer.zero_grad(set_to_none=True)
+    row: dict[str, object] = {"dataset": settings.dataset, "model": settings.model, "n_data": settings.n_data}
+    row |= {"n_parameters": sum(p.numel() for p in model.parameters()), "samples": settings.samples}
+    row |= {"initial_precision": settings.precision}
+    row |= {f"precision_{name}": value for name, value in chosen_by_bounds(settings, model, data, prior).items()}
+
+    solver = ConjugateGradients(tolerance=0.02, max_iterations=settings.passes)
+    posterior = SampledLaplace(
+        model, "classification", n_data=data.n_data, prior=prior, samples=settings.samples, solver=solver,
+        exclude=settings.exclude, together=settings.samples,
+    )  # fmt: skip
+    x, y = data.x_test[: settings.n_test], data.y_test[: settings.n_test]
+    fit_seconds = _cpu_seconds(lambda: posterior.fit(loader))
+    row |= {f"initial_{name}": value for name, value in predicted(posterior, x, y).items()}
+    step_seconds = _cpu_seconds(lambda: [posterior.update_prior(loader) for _ in range(settings.em_steps)])
+    diagnostics = posterior.diagnostics()
+    gamma, error = diagnostics["effective_dimension"]
+    row |= {"precision_sampled": prior.precision.item()}
+    row |= {"effective_dimension": gamma, "effective_dimension_error": error}
+    row |= {"residual": max(diagnostics["residuals"]), "mode_error": diagnostics["mode_error"]}
+    row |= predicted(posterior, x, y)
+    evidence, n = posterior.log_evidence(loader, "weights", settings.rungs), data.n_data
+    row |= {"log_marglik": evidence.total.item() / n, "log_marglik_error": (evidence.standard_error or 0.0) / n}
+    row |= {"log_marglik_low": evidence.bracket[0] / n, "log_marglik_high": evidence.bracket[1] / n}
+    row |= {"fit_epochs": fit_seconds / epoch_seconds}
+    row |= {"em_step_epochs": step_seconds / settings.em_steps / epoch_seconds}
+    return row
+
+
+def chosen_by_bounds(settings: Study, model: nn.Module, data: Dataset, prior: GaussianPrior) -> dict[str, float]:
+    """The precision at which each bound on one block is largest; the prior is left as it was."""
+    start, found = prior.log_precision.detach().clone(), {}
+    index = torch.arange(settings.subset)
+    for structure, root in (("ntk", "fisher"), ("kfac", "paper")):
+        ml = MarginalLikelihood(
+            model, "classification", n_data=data.n_data, prior=prior, structure=structure, outputs=1, root=root
+        )
+        evaluate: Callable[[], Evidence] = ml.cached(data.x_train[index], data.y_train[index])
+        optimizer = torch.optim.Adam([prior.log_precision], lr=0.1)
+        for _ in range(150):
+            optimizer.zero_grad()
+            (-evaluate().total / ml.n_data).backward()
+            optimizer.step()
+        found[structure] = prior.precision.item()
+        with torch.no_grad():
+            prior.log_precision.copy_(start)
+    prior.log_precision.grad = None
+    return found
+
+
+def predicted(posterior: SampledLaplace, x: Tensor, y: Tensor) -> dict[str, float]:
+    """Test log-likelihood and calibration error of the network and of both kinds of sampled prediction."""
+    with torch.no_grad():
+        logits = torch.cat([posterior.model(part) for part in x.split(CHUNK)])
+        both = [posterior.predictions(part) for part in x.split(CHUNK)]
+    mc, probit = (torch.cat(parts).double().log() for parts in zip(*both, strict=True))
+    found = {}
+    for name, log_p in (("map", logits), ("mc", mc), ("probit", probit)):
+        scores = metrics(log_p, y)
+        found |= {f"{name}_{key}": scores[key] for key in ("accuracy", "log_likelihood", "ece")}
+    return found
+
+
+def memory(samples: int = 8) -> str:
+    """Peak of fit and an EM step of a residual network, next to (3 k + 2) P numbers and a training step."""
+    model = build("resnet_norm", (3, 32, 32), 10, depth=18, width=32)
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    prior = GaussianPrior(model, "scalar", 100.0)
+    solver = ConjugateGradients(max_iterations=2)
+    posterior = SampledLaplace(model, "classification", n_data=8, prior=prior, samples=samples, solver=solver)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(model(x), y).backward()
+
+    step()
+    training = peak_above_start(step)
+    model.zero_grad(set_to_none=True)
+    peak = peak_above_start(lambda: posterior.fit([(x, y)]).update_prior([(x, y)]))
+    numbers = 4 * posterior.layout.size
+    return (
+        f"P = {posterior.layout.size:,}, k = {samples}: peak {peak / 1e6:.0f} MB = {peak / numbers:.1f} P numbers; "
+        f"(3 k + 2) P is {(3 * samples + 2) * numbers / 1e6:.0f} MB, a training step {training / 1e6:.0f} MB"
+    )
+
+
+def _cpu_seconds(function: Callable[[], object]) -> float:
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def write(row: dict[str, object], target: Path = TARGET) -> None:
+    """Add a row, in place of an older one of the same data set."""
+    rows = []
+    if target.exists():
+        with target.open(newline="") as file:
+            rows = [old for old in csv.DictReader(file) if old["dataset"] != row["dataset"]]
+    rows.append({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})  # type: ignore[arg-type]
+    with target.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=[*STUDIES, "memory"])
+    parser.add_argument("--data-root", default="data")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in given.what:
+        torch.manual_seed(0)
+        if name == "memory":
+            print(memory())
+        else:
+            found = study(STUDIES[name], given.data_root)
+            print(found, flush=True)
+            write(found)
