@@ -39,7 +39,7 @@ class SampledLaplace:
     """k samples z_j ~ N(0, H^-1) of the linearised network's posterior around its weights, H = J^T Lambda J + A.
 
     Every product with J is a forward- or reverse-mode pass over batches: no matrix is formed. Memory: at most
-    (3 k + 2) P numbers besides a training step (for k >= 5; with `rows` as many more).
+    (3 k + 2) P numbers, by count, besides a training step (k >= 5, `together` <= k / 5; with `rows` as many more).
 
     likelihood: "classification", "regression", a `Likelihood` or a function log_prob(f, y). samples: k. solver: "cg",
     "sgd", or a `ConjugateGradients` or `Sgd` with its settings. scaling: "none", or "g-prior" for features divided by
