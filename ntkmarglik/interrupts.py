@@ -1,4 +1,4 @@
-"""Interrupts that wait for the end of an epoch."""
+"""Interrupts that wait for the end of an epoch, or of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def deferred_interrupts() -> Iterator[Callable[[], bool]]:
+def deferred_interrupts(unit: str = "epoch") -> Iterator[Callable[[], bool]]:
     """Whether an interrupt (Ctrl-C, SIGTERM) has come; a second one acts at once."""
     received: list[int] = []
 
@@ -18,7 +18,7 @@ def deferred_interrupts() -> Iterator[Callable[[], bool]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        print("\nstopping after this epoch; interrupt again to stop at once", file=sys.stderr)
+        print(f"\nstopping after this {unit}; interrupt again to stop at once", file=sys.stderr)
 
     try:
         previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

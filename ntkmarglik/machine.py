@@ -19,10 +19,15 @@ SMALL_STEP = 1_000_000  # input values in a weight step
 
 
 def device_of(config: Config) -> torch.device:
+    """The device of a run."""
+    return device_named(config.run.device)
+
+
+def device_named(name: str) -> torch.device:
     """The device asked for; a GPU, if there is one, for auto."""
-    if config.run.device == "auto":
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.run.device)
+    return torch.device(name)
 
 
 def dtype_of(config: Config) -> torch.dtype:

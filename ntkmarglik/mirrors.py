@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from .config import Config
+from .settings import Settings
 
 Metrics = dict[str, Any]
 
@@ -24,14 +24,15 @@ class Mirror(Protocol):
 class Wandb:
     """wandb; offline, for a later `wandb sync`, where no account is set up."""
 
-    def __init__(self, path: Path, config: Config):
+    def __init__(self, path: Path, config: Settings, unit: str):
         import wandb
 
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         self._run = wandb.init(project="ntk-marglik", name=path.name, dir=str(path), config=config.flat(), mode=mode)
+        self._unit = unit
 
     def log(self, metrics: Metrics) -> None:
-        self._run.log(numbers(metrics), step=metrics["epoch"])
+        self._run.log(numbers(metrics), step=metrics[self._unit])
 
     def close(self, summary: Metrics) -> None:
         self._run.summary.update(numbers(summary))
@@ -41,14 +42,15 @@ class Wandb:
 class Tensorboard:
     """Event files in the run folder."""
 
-    def __init__(self, path: Path, config: Config):
+    def __init__(self, path: Path, config: Settings, unit: str):
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(path / "tensorboard"))
+        self._unit = unit
 
     def log(self, metrics: Metrics) -> None:
         for name, value in numbers(metrics).items():
-            self._writer.add_scalar(name, value, metrics["epoch"])
+            self._writer.add_scalar(name, value, metrics[self._unit])
 
     def close(self, summary: Metrics) -> None:
         self._writer.close()
@@ -57,12 +59,13 @@ class Tensorboard:
 class Mirrors:
     """The mirrors a configuration asks for; one that fails is switched off, and the run goes on."""
 
-    def __init__(self, path: Path, config: Config):
+    def __init__(self, path: Path, config: Settings, unit: str = "epoch"):
         self._open: list[Mirror] = []
-        for kind, wanted in ((Wandb, config.run.wandb), (Tensorboard, config.run.tensorboard)):
-            if wanted:
+        settings = config.flat()
+        for kind, name in ((Wandb, "wandb"), (Tensorboard, "tensorboard")):
+            if settings[name]:
                 try:
-                    self._open.append(kind(path, config))
+                    self._open.append(kind(path, config, unit))
                 except Exception as error:  # not installed, not logged in, no network
                     _warn(f"{kind.__name__} is not available ({error}); the run folder has everything")
 

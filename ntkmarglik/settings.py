@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -45,6 +45,15 @@ class Settings:
             raise NtkMarglikError(f"Unknown setting {next(iter(changes))!r}; known are {', '.join(self.flat())}.")
         return type(self)(**groups)
 
+    def refuse_other(self, stored: dict[str, Any], free: Collection[str]) -> None:
+        """Refuse to resume a run whose stored settings differ from these in any that is not free to change."""
+        for name, value in self.flat().items():
+            if name not in free and _plain(stored.get(name, value)) != _plain(value):
+                raise NtkMarglikError(
+                    f"The run to resume was started with {name} = {stored[name]}, but {value} is given now. Resume it "
+                    "with --config and its config.yaml, or start a new one without --resume. Nothing was changed."
+                )
+
     def arguments(self) -> list[str]:
         """The flags that differ from the defaults, as a shell would pass them."""
         defaults, flags = type(self)().flat(), []
@@ -56,6 +65,11 @@ class Settings:
     def command(self, script: str = "") -> str:
         """The command line that gives this configuration."""
         return shlex.join(["python", script or self.script, *self.arguments()])
+
+
+def _plain(value: Any) -> Any:
+    """A value as it is read back from yaml or a checkpoint, where several values are a list."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def parse_as(kind: type[S], arguments: Sequence[str] | None = None) -> S:

@@ -15,6 +15,7 @@ from . import checkpoint
 from .config import WITHOUT_BLOCKS, Config
 from .errors import NtkMarglikError
 from .mirrors import Metrics, Mirrors
+from .settings import Settings
 
 RUNS = Path("runs")
 
@@ -24,10 +25,11 @@ class RunFolder:
 
     A full disk is reported and does not stop the run: what is kept in memory is written once there is room again.
 
-    resume: take over the folder of an interrupted run and its first `epoch` lines, those before its checkpoint.
+    resume: take over the folder of an interrupted run and its lines up to `epoch`, those before its checkpoint.
+    unit: the name of what lines count, where it is not epochs.
     """
 
-    def __init__(self, path: Path, config: Config, *, resume: bool = False, epoch: int = 0):
+    def __init__(self, path: Path, config: Settings, *, resume: bool = False, epoch: int = 0, unit: str = "epoch"):
         self.path = path
         if not resume and holds_run(path):
             raise NtkMarglikError(
@@ -35,11 +37,11 @@ class RunFolder:
             )
         _made(path, new=False)
         self._warned: set[str] = set()
-        self.epochs = [line for line in read_metrics(path) if line["epoch"] <= epoch] if resume else []
+        self.epochs = [line for line in read_metrics(path) if line[unit] <= epoch] if resume else []
         if not (path / "config.yaml").exists():
             self._replace("config.yaml", yaml.safe_dump(config.flat(), sort_keys=False))
         self._whole = self._replace_metrics()
-        self._mirrors = Mirrors(path, config)
+        self._mirrors = Mirrors(path, config, unit)
 
     def log(self, metrics: Metrics) -> None:
         """Append one epoch."""
@@ -121,12 +123,15 @@ def name_of(config: Config) -> str:
 
 
 def folder_of(config: Config) -> Path:
-    """The run folder: as given; else named by the settings and numbered if that is taken, the last one to resume."""
-    if config.run.out is not None:
-        return Path(config.run.out)
+    """The run folder: as given; else named by the settings."""
     name = f"{config.problem.dataset}-{config.problem.model}-{name_of(config)}-seed{config.run.seed}"
+    return config.run.out or folder_named(name, resume=config.run.resume)
+
+
+def folder_named(name: str, *, resume: bool) -> Path:
+    """A new folder of this name, numbered if that is taken; the last one to resume."""
     paths = (RUNS / (name if number == 1 else f"{name}.{number}") for number in itertools.count(1))
-    if config.run.resume:
+    if resume:
         return [RUNS / name, *itertools.takewhile(Path.exists, paths)][-1]
     return next(path for path in paths if _made(path))
 

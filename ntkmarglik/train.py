@@ -196,7 +196,7 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a run where its checkpoint left it."""
-        refuse_other_settings(state["settings"], self.problem.config.flat())
+        self.problem.config.refuse_other(state["settings"], free=FREE)
         problem = self.problem
         self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
         problem.model.load_state_dict(state["model"])
@@ -213,20 +213,10 @@ class Trainer:
 
 
 # settings that may differ between the start of a run and its continuation
-_FREE = {
+FREE = {
     *("out", "data_root", "device", "threads", "memory_budget", "checkpoint_seconds"),
     *("baseline", "resume", "dry_run", "wandb", "tensorboard"),
 }
-
-
-def refuse_other_settings(stored: dict[str, Any], given: dict[str, Any]) -> None:
-    """Settings with which a run cannot be continued are an error."""
-    for name, value in given.items():
-        if name not in _FREE and stored.get(name, value) != value:
-            raise NtkMarglikError(
-                f"The run to resume was started with {name} = {stored[name]}, but {value} is given now. Resume it with "
-                "--config and its config.yaml, or start a new one without --resume. Nothing was changed."
-            )
 
 
 def _described(evidence: Evidence, problem: Problem) -> Metrics:

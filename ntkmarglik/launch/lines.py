@@ -21,7 +21,7 @@ from ..grid.table import read as read_grid
 from ..preflight import check_settings
 from ..settings import S
 from ..track import folder_of, read_metrics, read_summary
-from ..train import refuse_other_settings
+from ..train import FREE
 from .job import Job
 
 
@@ -62,7 +62,7 @@ class RunLine:
         check_settings(self.config.updated(device="cpu"))  # a job may have a GPU where this machine has none
         stored = self.folder / "config.yaml"
         if stored.exists():
-            refuse_other_settings(yaml.safe_load(stored.read_text()), self.config.flat())
+            self.config.refuse_other(yaml.safe_load(stored.read_text()), free=FREE)
 
 
 @dataclass(frozen=True)
