@@ -104,7 +104,7 @@ def summarise(transfer: Transfer) -> Metrics:
         "objective": found.score, **vars(found.candidate), **chosen,
         "held_out_score": best(transfer.done[:-1]).score if transfer.plan.holds_out else None,
         "fits": [{**vars(r.candidate), "score": r.score if r.score > -float("inf") else None} for r in transfer.done],
-        "seconds_total": transfer.seconds, "steps": transfer.steps,
+        **{f"seconds_{kind}": value for kind, value in transfer.seconds.items()}, "steps": transfer.steps,
         "peak_memory_bytes": machine.peak_memory(transfer.data.train.y.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": commit(),

@@ -44,7 +44,8 @@ class Transfer:
         self.done: list[Result] = []
         self.fit: Fit | None = None
         self.steps = 0
-        self.seconds = 0.0  # of training and scores; evaluations on test data are not a part of a method
+        # of training and scores; evaluations on test data are not a part of a method
+        self.seconds = {"total": 0.0, "cpu": 0.0}
 
     @property
     def finished(self) -> bool:
@@ -120,14 +121,15 @@ class Transfer:
         return {
             "step": self.steps, "fit": len(self.done), "fit_step": fit.step, **vars(fit.candidate),
             "loss": fit.mean_loss(), **fit.objective.describe(),
-            **{f"test_{name}": value for name, value in test.items()}, "seconds": self.seconds,
+            **{f"test_{name}": value for name, value in test.items()}, "seconds": self.seconds["total"],
         }  # fmt: skip
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         yield
-        self.seconds += time.perf_counter() - start
+        self.seconds["total"] += time.perf_counter() - start
+        self.seconds["cpu"] += time.process_time() - cpu
 
     def state(self) -> dict[str, Any]:
         """Everything that determines the rest of the run."""

@@ -1,0 +1,443 @@
+"""Fine-tuning: pretrained networks as their library saves them, every method from flags to a run folder, resume."""
+
+import io
+import itertools
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+import yaml
+from laplace_marglik import DiagonalLaplace
+from PIL import Image
+from torch import nn
+
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.finetune import examples, inputs, pretrained, rows
+from ntkmarglik.finetune.config import FinetuneConfig, Search, parse
+from ntkmarglik.finetune.fit import Fit
+from ntkmarglik.finetune.objectives import Map
+from ntkmarglik.finetune.plan import PLANS, Candidate, Result, best
+from ntkmarglik.finetune.run import main
+from ntkmarglik.finetune.scores import macro_accuracy
+from ntkmarglik.track import read_metrics
+
+WORDS = {0: "war peace vote king", 1: "goal match team win", 2: "bank price market oil", 3: "chip code data robot"}
+TINY = ["--steps", "4", "--rates", "0.1", "0.01", "--draws", "2", "--threads", "1", "--batch-size", "8"]
+GRID = ["--backbone-decays", "1e-2", "1e-4", "--head-decays", "1e-3", "--trials", "6", "--laplace-steps", "3"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def convnext(tmp_path_factory):
+    """A ConvNeXt for pictures of 8 pixels."""
+    folder = tmp_path_factory.mktemp("convnext")
+    torch.manual_seed(0)
+    config = transformers.ConvNextConfig(
+        patch_size=2, num_stages=2, depths=[1, 1], hidden_sizes=[4, 8], image_size=8, num_labels=3,
+        layer_scale_init_value=0.1,
+    )  # fmt: skip
+    transformers.ConvNextForImageClassification(config).save_pretrained(folder)
+    processor = transformers.ConvNextImageProcessorPil(size={"shortest_edge": 8}, crop_pct=1.0, image_std=[0.25] * 3)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """A BERT whose words are those of WORDS; it has dropout."""
+    folder = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *" ".join(WORDS.values()).split()]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=8).save_pretrained(folder)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """Texts of four classes and pictures of several sizes, as the hub has them."""
+    root = tmp_path_factory.mktemp("data")
+    draw = np.random.default_rng(0)
+    for split, size in (("train", 40), ("test", 20)):
+        labels = np.arange(size) % 4
+        texts = [" ".join(draw.choice(WORDS[c].split(), draw.integers(2, 6))) for c in labels]
+        _write(root / "ag_news" / f"{split}.parquet", text=texts, label=labels)
+        pictures = []
+        for number in range(size):
+            pixels = draw.integers(0, 255, (9 + number % 3, 12, 3), np.uint8)
+            stream = io.BytesIO()
+            Image.fromarray(pixels).save(stream, "PNG")
+            pictures.append({"bytes": stream.getvalue(), "path": None})
+        _write(root / "pets37" / f"{split}-00000-of-00001.parquet", image=pictures, label=labels)
+    return root
+
+
+def _write(path, **columns):
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table({name: list(values) for name, values in columns.items()}), path)
+
+
+def digits(convnext, *more):
+    task = ["--checkpoint", convnext, "--dataset", "digits", "--classes", "7", "1", "4", "--n-data", "12"]
+    return [*task, "--n-test", "30", *TINY, *GRID, *more]
+
+
+def news(bert, root, *more):
+    task = ["--checkpoint", bert, "--dataset", "ag_news", "--data-root", str(root), "--n-data", "16"]
+    return [*task, *TINY, *GRID, *more]
+
+
+def summary_of(path):
+    return json.loads((path / "summary.json").read_text())
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if "seconds" not in k and k != "peak_memory_bytes"}
+    return value
+
+
+# ------------------------------------------------------------------------------------------- networks and inputs
+
+
+def test_the_backbone_is_the_checkpoints_and_the_head_is_new(convnext):
+    stored = transformers.ConvNextForImageClassification.from_pretrained(convnext).state_dict()
+    models = [pretrained.load(convnext, 3, text=False, seed=seed) for seed in (0, 0, 1)]
+    for name, value in models[0].network.state_dict().items():
+        assert torch.equal(value, stored[name]) == name.startswith("convnext.") or name == "classifier.bias"
+    heads = [model.network.classifier.weight for model in models]
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    assert pretrained.load(convnext, 5, text=False, seed=0)(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
+
+
+def test_the_prior_pulls_to_pretrained_weights_and_the_head_to_zero(convnext):
+    model = pretrained.load(convnext, 3, text=False, seed=0)
+    prior = pretrained.l2_sp(model, 2.0, 3.0)
+    assert prior.group_names == ["backbone", "head"] and prior.precision.tolist() == pytest.approx([2.0, 3.0])
+    assert prior.squares(dict(model.named_parameters())).tolist() == pytest.approx(
+        [0.0, model.network.classifier.weight.double().square().sum().item()]
+    )
+
+
+def test_pixels_are_as_the_checkpoint_says(convnext):
+    train, _, _ = examples.read("digits", "nowhere")
+    prepare = pretrained.Preparation(convnext, text=False, max_length=0)
+    mean = np.array(json.loads((Path(convnext) / "preprocessor_config.json").read_text())["image_mean"])
+    grey = train.inputs[:5, :, :, 0].astype(float) / 255
+    expected = (np.stack([grey] * 3, 1) - mean.reshape(1, 3, 1, 1)) / 0.25
+    np.testing.assert_allclose(prepare(train, np.arange(5)).numpy(), expected, atol=1e-5)
+    assert train.inputs.max() == 255
+
+
+def test_pictures_of_any_size_become_inputs_of_one(convnext, root):
+    train, test, n_classes = examples.read("pets37", root)
+    assert (len(train), len(test), n_classes) == (40, 20, 37)
+    assert {train.picture(i).shape for i in range(3)} == {(9, 12, 3), (10, 12, 3), (11, 12, 3)}
+    part = inputs.Part(train, pretrained.Preparation(convnext, text=False, max_length=0), CPU)
+    x, y = part.batch(torch.tensor([3, 1]))
+    assert x.shape == (2, 3, 8, 8) and y.tolist() == [3, 1]
+
+
+def test_inputs_made_batch_by_batch_are_the_same(convnext, root, monkeypatch):
+    train, _, _ = examples.read("pets37", root)
+    prepare = pretrained.Preparation(convnext, text=False, max_length=0)
+    kept = inputs.Part(train, prepare, CPU)
+    monkeypatch.setattr(inputs, "KEPT_BYTES", 0)
+    made = inputs.Part(train, prepare, CPU)
+    index = np.array([4, 9, 2])
+    for part in (made, made.chosen(np.arange(40)[::-1].copy()).chosen(39 - index)):
+        rows_ = torch.from_numpy(index) if part is made else torch.arange(3)
+        assert torch.equal(part.batch(rows_)[0], kept.batch(torch.from_numpy(index))[0])
+
+
+def test_padding_does_not_matter(bert, root):
+    """Our mask gives what the library makes of its own, and what a text gives alone."""
+    model = pretrained.load(bert, 4, text=True, seed=0).eval()
+    part = inputs.Part(examples.read("ag_news", root)[0], pretrained.Preparation(bert, text=True, max_length=8), CPU)
+    x, _ = part.batch(torch.arange(6))
+    assert x["attention_mask"].sum(1).unique().numel() > 1
+    together = model(x)
+    assert torch.allclose(together, model.network(**x).logits, atol=1e-6)
+    alone = torch.cat([model(part.batch(torch.tensor([i]))[0]) for i in range(6)])
+    assert torch.allclose(together, alone, atol=1e-6)
+
+
+def test_the_curvature_of_a_bert_is_that_of_single_gradients(bert, root):
+    model = pretrained.load(bert, 4, text=True, seed=0).eval()
+    part = inputs.Part(examples.read("ag_news", root)[0], pretrained.Preparation(bert, text=True, max_length=8), CPU)
+    part = part.chosen(np.arange(5))
+    laplace = DiagonalLaplace(model, "classification", pretrained.l2_sp(model, 1.0, 1.0), part.batches(2))
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for i in range(5):
+        x, y = part.batch(torch.tensor([i]))
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for name, p in model.named_parameters():
+            expected[name] += 0 if p.grad is None else p.grad.square()
+    for name, h in laplace.curvature.items():
+        assert torch.allclose(h, expected[name], atol=1e-6, rtol=1e-3), name
+
+
+def test_map_minimises_its_formula(convnext):
+    torch.manual_seed(0)
+    model = pretrained.load(convnext, 3, text=False, seed=0)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    alpha, beta, n = 0.3, 0.2, 7
+    objective = Map(model, pretrained.l2_sp(model, alpha * n, beta * n), n, Search(), torch.Generator())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    x, y = torch.randn(5, 3, 8, 8), torch.tensor([0, 1, 2, 1, 0])
+    log_p = model(x).double().log_softmax(1)
+    expected = -sum(log_p[i, c] for i, c in enumerate(y)) / 5
+    for name, p in model.named_parameters():
+        backbone = name.startswith("network.convnext.")
+        away = (p - start[name]) if backbone else p
+        expected = expected + (alpha if backbone else beta) / 2 * away.double().square().sum()
+    assert objective.loss(x, y).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_subsets_are_balanced_and_nested():
+    labels = np.array([0] * 50 + [1] * 30 + [2] * 3)
+    small, large = (examples.balanced(labels, size, 1) for size in (6, 20))
+    assert np.bincount(labels[small]).tolist() == [2, 2, 2] and set(small) <= set(large)
+    assert sorted(np.bincount(labels[large])) == [3, 8, 9] and len(set(examples.balanced(labels, 0, 1))) == 83
+    assert set(examples.balanced(labels, 6, 2)) != set(small)
+
+
+def test_classes_are_numbered_in_the_order_given():
+    given = examples.Examples(np.arange(6).reshape(6, 1, 1, 1), np.array([0, 1, 2, 3, 2, 0]))
+    kept = examples.restricted(given, (2, 0), 4)
+    assert kept.inputs.flatten().tolist() == [0, 2, 4, 5] and kept.labels.tolist() == [1, 0, 0, 1]
+
+
+def test_each_class_counts_the_same():
+    logits = torch.eye(2)[[0, 0, 0, 0]]
+    assert macro_accuracy(logits, torch.tensor([0, 0, 0, 1])) == 0.5
+
+
+def test_images_are_mirrored_and_shifted(generator):
+    x = torch.arange(64.0).view(1, 1, 8, 8).expand(300, 3, 8, 8)
+    flipped = inputs.changed(x, "flip", generator)
+    kinds = {tuple(f.flatten().tolist()) for f in flipped}
+    assert kinds == {tuple(t.flatten().tolist()) for t in (x[0], x[0].flip(2))}
+    crops = {tuple(c[0, 4, 3:5].tolist()) for c in inputs.changed(x, "crop", generator)}
+    assert len(crops) == 18  # nine shifts, both ways round
+    assert inputs.changed(x, "none", generator) is x
+
+
+# --------------------------------------------------------------------------------------------------------- plans
+
+
+def test_a_grid_is_searched_and_the_best_is_fitted_again():
+    search, plan, done = Search(rates=(0.1, 0.01), backbone_decays=(1.0, 2.0), head_decays=(3.0,)), PLANS["map-gs"], []
+    scores = iter([-3.0, -1.0, -2.0, -math.inf, 0.0])
+    while (candidate := plan.next(search, done, 0)) is not None:
+        done.append(Result(candidate, next(scores)))
+    pairs = [(r.candidate.rate, r.candidate.backbone_decay) for r in done]
+    assert pairs == [*itertools.product((0.1, 0.01), (1.0, 2.0)), (0.1, 2.0)] and plan.n_fits(search) == 5
+    with pytest.raises(NtkMarglikError, match="diverged"):
+        best([Result(done[0].candidate, -math.inf)])
+
+
+def test_bayesian_optimisation_follows_from_the_finished_fits():
+    """It proposes within the grid's ends, the same after the same fits, and gets near the optimum of a parabola."""
+    search, plan, done = Search(trials=30, rates=(0.1, 0.01)), PLANS["map-bo"], []
+
+    def score(c):
+        return -((math.log10(c.backbone_decay) + 3) ** 2) - (math.log10(c.head_decay) + 5) ** 2 - (c.rate - 0.1) ** 2
+
+    for _ in range(30):
+        candidate = plan.next(search, done, 3)
+        assert candidate == plan.next(search, list(done), 3)
+        assert 1e-6 <= candidate.backbone_decay <= 1e-2 and candidate.rate in (0.1, 0.01)
+        done.append(Result(candidate, score(candidate) if len(done) != 2 else -math.inf))
+    assert best(done).score > -0.5 and plan.next(search, done, 3) == best(done).candidate
+    assert plan.next(search, [*done, done[0]], 3) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("method", PLANS)
+def test_every_method_from_flags_to_a_run_folder(method, convnext, tmp_path, capsys):
+    assert main(digits(convnext, "--method", method, "--out", str(tmp_path / "run"))) == 0
+    summary, lines = summary_of(tmp_path / "run"), read_metrics(tmp_path / "run")
+    fits = {"map-gs": 5, "la-clml": 5, "map-bo": 7}.get(method, 2)
+    assert len(summary["fits"]) == fits and summary["steps"] == 4 * fits == lines[-1]["step"]
+    assert all(math.isfinite(fit["score"]) for fit in summary["fits"]) and 0 <= summary["test_accuracy"] <= 1
+    assert (tmp_path / "run" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["method"] == method
+    assert set(summary["prior_variance"]) == {"backbone", "head"} and ("sigma" in summary) == ("elbo" in method)
+    last = [line for line in lines if line["fit"] == summary["fit"]][-1]
+    assert last["test_accuracy"] == summary["test_accuracy"]  # the final network is the chosen one
+    if "held_out_score" in summary and fits > 2:
+        searched, final = summary["fits"][:-1], summary["fits"][-1]
+        chosen = max(searched, key=lambda fit: fit["score"])
+        assert final["backbone_decay"] == chosen["backbone_decay"] and summary["held_out_score"] == chosen["score"]
+    else:
+        assert summary["objective"] == max(fit["score"] for fit in summary["fits"])
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_learned_variances_differ_from_where_they_started(convnext, tmp_path):
+    for method in ("la-lml", "de-elbo"):
+        main(digits(convnext, "--method", method, "--out", str(tmp_path / method)))
+        found = summary_of(tmp_path / method)["prior_variance"]
+        assert all(abs(v * 12 * 1e-3 - 1) > 0.01 for v in found.values())
+
+
+@pytest.mark.parametrize("method", ["de-elbo", "la-lml"])
+def test_texts(method, bert, root, tmp_path):
+    assert main(news(bert, root, "--method", method, "--out", str(tmp_path))) == 0
+    assert summary_of(tmp_path)["n_data"] == 16
+
+
+def test_it_learns(convnext, tmp_path):
+    flags = ["--steps", "60", "--n-data", "90", "--batch-size", "45", "--rates", "0.1", "--method", "de-elbo"]
+    main([*digits(convnext), *flags, "--out", str(tmp_path)])
+    assert summary_of(tmp_path)["test_accuracy"] > 0.8
+
+
+def test_a_saved_network_is_a_checkpoint(convnext, tmp_path):
+    assert main(digits(convnext, "--method", "map", "--out", str(tmp_path / "first"), "--save-model")) == 0
+    again = str(tmp_path / "first" / "model")
+    assert main(digits(again, "--method", "map", "--out", str(tmp_path / "second"))) == 0
+
+
+class Stop(Exception):
+    """A run that dies."""
+
+
+@pytest.mark.parametrize("method, at", [("de-elbo", 6), ("la-lml", 3), ("map-bo", 17), ("la-clml", 18)])
+def test_a_resumed_run_ends_in_the_same_numbers(method, at, bert, root, tmp_path, monkeypatch):
+    """Killed within a fit; BERT has dropout, so that torch's own generator matters too."""
+    flags = news(bert, root, "--method", method, "--eval-every", "2", "--checkpoint-seconds", "0")
+    assert main([*flags, "--out", str(tmp_path / "whole")]) == 0
+    advance, left = Fit.advance, [at]
+
+    def dying(fit):
+        if left[0] == 0:
+            raise Stop
+        left[0] -= 1
+        advance(fit)
+
+    monkeypatch.setattr(Fit, "advance", dying)
+    with pytest.raises(Stop):
+        main([*flags, "--out", str(tmp_path / "part")])
+    monkeypatch.setattr(Fit, "advance", advance)
+    torch.manual_seed(123)
+    assert main([*flags, "--out", str(tmp_path / "part"), "--resume"]) == 0
+    whole, part = (without_times(summary_of(tmp_path / name)) for name in ("whole", "part"))
+    assert whole == part
+    lines = [list(map(without_times, read_metrics(tmp_path / name))) for name in ("whole", "part")]
+    assert lines[0] == lines[1]
+    before = (tmp_path / "part" / "summary.json").read_bytes()
+    assert main([*flags, "--out", str(tmp_path / "part"), "--resume"]) == 0  # a finished run is shown again
+    assert (tmp_path / "part" / "summary.json").read_bytes() == before
+
+
+def test_a_run_leaves_torchs_generator_alone(convnext, tmp_path):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    main(digits(convnext, "--method", "map", "--out", str(tmp_path)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_diverging_fit_is_not_chosen(convnext, tmp_path):
+    flags = digits(convnext, "--method", "map", "--clip", "0", "--steps", "12", "--out", str(tmp_path))
+    assert main([*flags, "--rates", "1e20", "0.01"]) == 0
+    summary = summary_of(tmp_path)
+    assert summary["rate"] == 0.01 and summary["fits"][0]["score"] is None
+
+
+def test_dry_run_writes_nothing(convnext, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(digits(convnext, "--method", "map-gs", "--dry-run")) == 0
+    out = capsys.readouterr().out
+    assert "5 of 4 steps" in out and "12 training" in out and not list(tmp_path.iterdir())
+
+
+BAD = {
+    "--checkpoint /nowhere/at/all": "no such folder",
+    "--checkpoint {empty}": "no config.json",
+    "--dataset cifar11": "Did you mean 'cifar10'",
+    "--classes 3 12": r"0 \.\.\. 9",
+    "--classes 3": "at least two",
+    "--n-data 2000": "between 1 and",
+    "--n-data 2": "one for each",
+    "--n-test 5000": "--n-test",
+    "--rates 0": "--rates",
+    "--steps 0": "--steps",
+    "--held-out 1.5": "--held-out",
+    "--method map-gs --n-data 3 --held-out 0.01": "leaves one part empty",
+    "--dataset ag_news": "tokenizer",
+    "--method map --clip 0 --rates 1e30 --steps 12": "diverged",
+    "--dataset flowers102": "flowers102",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_what_is_wrong_is_said(flags, convnext, root, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", _no_network)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    given = flags.format(empty=empty).split()
+    data_root = [] if "flowers102" in flags else ["--data-root", str(root)]
+    classes = ["--classes", "0", "1", "2"] if "--classes" not in flags else []
+    base = [f for f in digits(convnext) if f]
+    start = base.index("--classes")
+    base = base[:start] + base[start + 4 :]
+    assert main([*base, *classes, *data_root, "--out", str(tmp_path / "run"), *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and re.search(BAD[flags], error), error
+
+
+def _no_network(*_, **__):
+    raise OSError("no network")
+
+
+def test_other_settings_and_taken_folders_are_refused(convnext, tmp_path, capsys):
+    flags = digits(convnext, "--method", "map", "--out", str(tmp_path))
+    assert main(flags) == 0
+    assert main(flags) == 2 and "already holds a run" in capsys.readouterr().err
+    assert main([*flags, "--resume", "--n-data", "15"]) == 2 and "started with n_data = 12" in capsys.readouterr().err
+
+
+def test_missing_libraries_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(NtkMarglikError, match=r"requirements-finetune\.txt"):
+        pretrained.library()
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(NtkMarglikError, match=r"requirements-finetune\.txt"):
+        PLANS["map-bo"].next(Search(), [], 0)
+
+
+def test_rows_of_tables(convnext, tmp_path):
+    for seed in ("0", "1"):
+        main(digits(convnext, "--method", "map", "--seed", seed, "--out", str(tmp_path / seed)))
+    found = [rows.run_row(tmp_path / seed) for seed in ("0", "1")]
+    assert parse(found[1]["command"].split()[2:]).run.seed == 1 and "--out" not in found[1]["command"]
+    assert "| digits-12, classes 7 1 4 | map | 2 |" in rows.table(found)
+    assert set(rows.COLUMNS) - set(found[0]) == {"sigma", "kappa"}
+    with pytest.raises(NtkMarglikError, match="no finished run"):
+        rows.run_row(tmp_path)
+
+
+def test_candidates_are_settings_of_fits():
+    config = FinetuneConfig()
+    assert PLANS["map"].next(config.search, [], 0) == Candidate(0.1, 1e-3, 1e-3)
