@@ -3,7 +3,7 @@
 python scripts/make_small_checkpoints.py convnext bert && python scripts/compare_finetuning.py
 
 The same command again continues a stopped comparison. All runs are made by one process, one after the other, so that
-their times compare; --print shows their commands in place of running them.
+their times compare; --print shows their commands in place of running them, --finished tabulates what is there.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from ntkmarglik import records
 from ntkmarglik.finetune import rows
 from ntkmarglik.finetune.config import FinetuneConfig
 from ntkmarglik.finetune.run import run
+from ntkmarglik.track import read_summary
 
 METHODS = ("de-elbo", "elbo", "la-lml", "map-gs")
 PROBLEMS: dict[str, dict[str, Any]] = {
     "cifar10": {"checkpoint": "convnext-cifar10-01234", "dataset": "cifar10", "classes": (5, 6, 7, 8, 9)},
-    "ag_news": {"checkpoint": "bert-ag_news", "dataset": "ag_news", "batch_size": 32},
+    "ag_news": {"checkpoint": "bert-ag_news-01", "dataset": "ag_news", "classes": (2, 3)},
 }
 SIZES = {"cifar10": (100, 1000), "ag_news": (100, 400)}
 SMALL: dict[str, Any] = {
-    "steps": 100, "batch_size": 50, "n_test": 1000, "eval_every": 50, "rates": (0.1, 0.01),
-    "backbone_decays": (1e-2, 1e-4, 1e-6), "head_decays": (1e-2, 1e-4), "laplace_every": 10, "laplace_steps": 30,
-    "draws": 5, "threads": 1, "device": "cpu",
+    "steps": 50, "batch_size": 50, "n_test": 1000, "eval_every": 50, "rates": (0.1, 0.01),
+    "backbone_decays": (1e-2, 1e-4), "head_decays": (1e-3,), "laplace_every": 25, "laplace_steps": 30, "draws": 5,
+    "threads": 1, "device": "cpu",
 }  # fmt: skip
 
 
@@ -61,14 +62,20 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/finetune"), help="folder for the run folders")
     parser.add_argument("--csv", type=Path, help="write one row per run here")
     parser.add_argument("--print", action="store_true", help="print the commands")
+    parser.add_argument("--finished", action="store_true", help="run nothing; tabulate the runs that are finished")
     given = parser.parse_args()
     chosen = configs(given)
     if given.print:
         print("\n".join(config.command() for config in chosen))
         return
-    for config in chosen:
-        run(config)
-    found = [rows.run_row(Path(str(config.run.out))) for config in chosen]
+    if not given.finished:
+        for config in chosen:
+            run(config)
+    folders = [Path(str(config.run.out)) for config in chosen]
+    done = [folder for folder in folders if read_summary(folder) is not None]
+    if len(done) < len(folders):
+        print(f"{len(folders) - len(done)} of {len(folders)} runs are not finished", file=sys.stderr)
+    found = [rows.run_row(folder) for folder in done]
     if given.csv:
         records.write(given.csv, rows.COLUMNS, found)
     print(rows.table(found))

@@ -306,6 +306,27 @@ def test_texts(method, bert, root, tmp_path):
     assert summary_of(tmp_path)["n_data"] == 16
 
 
+@pytest.mark.parametrize("kind", ["resnet", "vit"])
+def test_other_architectures(kind, tmp_path):
+    """A ResNet, whose batch normalisation has statistics, and a vision transformer."""
+    if kind == "resnet":
+        config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+        network = transformers.ResNetForImageClassification(config)
+        processor = transformers.ConvNextImageProcessorPil(size={"shortest_edge": 16}, crop_pct=0.8)
+    else:
+        config = transformers.ViTConfig(
+            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+        )
+        network = transformers.ViTForImageClassification(config)
+        processor = transformers.ViTImageProcessorPil(size={"height": 8, "width": 8})
+    network.save_pretrained(tmp_path / "network")
+    processor.save_pretrained(tmp_path / "network")
+    for method in ("de-elbo", "la-lml"):
+        flags = digits(str(tmp_path / "network"), "--method", method, "--steps", "2", "--rates", "0.01")
+        assert main([*flags, "--out", str(tmp_path / method)]) == 0
+        assert math.isfinite(summary_of(tmp_path / method)["objective"])
+
+
 def test_it_learns(convnext, tmp_path):
     flags = ["--steps", "60", "--n-data", "90", "--batch-size", "45", "--rates", "0.1", "--method", "de-elbo"]
     main([*digits(convnext), *flags, "--out", str(tmp_path)])
@@ -374,6 +395,7 @@ def test_dry_run_writes_nothing(convnext, tmp_path, monkeypatch, capsys):
 BAD = {
     "--checkpoint /nowhere/at/all": "no such folder",
     "--checkpoint {empty}": "no config.json",
+    "--checkpoint no-owner/no-network": "no folder no-owner/no-network",
     "--dataset cifar11": "Did you mean 'cifar10'",
     "--classes 3 12": r"0 \.\.\. 9",
     "--classes 3": "at least two",

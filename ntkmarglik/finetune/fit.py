@@ -50,6 +50,12 @@ class Fit:
     def diverged(self) -> bool:
         return any(not math.isfinite(loss) for loss in self.losses[-1:])
 
+    @torch.no_grad()
+    def check(self) -> None:
+        """Look at the weights, which may be lost though the last loss was not."""
+        if not torch.stack([p.sum() for p in self.model.parameters()]).sum().isfinite():
+            self.losses.append(math.nan)
+
     @property
     def batch_size(self) -> int:
         return min(self.config.training.batch_size, len(self.part))

@@ -130,7 +130,7 @@ def _explained(checkpoint: str, part: str) -> Iterator[None]:
     folder = Path(checkpoint)
     if folder.is_dir() and not (folder / "config.json").exists():
         raise NtkMarglikError(f"--checkpoint {checkpoint}: the folder has no config.json; save_pretrained makes one.")
-    if not folder.is_dir() and (folder.is_absolute() or checkpoint.count("/") != 1 or checkpoint.startswith(".")):
+    if not folder.is_dir() and (folder.is_absolute() or checkpoint.count("/") > 1 or checkpoint.startswith(".")):
         raise NtkMarglikError(
             f"--checkpoint {checkpoint}: there is no such folder, and it is not a hub name like OWNER/NAME."
         )
@@ -138,8 +138,11 @@ def _explained(checkpoint: str, part: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = f"The {part} of the checkpoint {checkpoint}"
+        if not folder.is_dir():
+            what = f"There is no folder {checkpoint}, and the {part} of the hub's network of that name"
         raise NtkMarglikError(
-            f"The {part} of the checkpoint {checkpoint} cannot be loaded ({reason}). Give a folder made by "
+            f"{what} cannot be loaded ({reason}). Give a folder made by "
             "save_pretrained of the network and of its image processor or tokenizer, or a hub name and a network."
         ) from error
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..errors import NtkMarglikError
 from ..interrupts import deferred_interrupts
 from ..mirrors import Metrics
 from ..track import RunFolder
@@ -64,6 +65,7 @@ class Transfer:
                     if after_step is not None:
                         after_step()
                     if fit.step % self.eval_every == 0 or fit.finished:
+                        fit.check()
                         folder.log(self._line(fit))
                     due = time.monotonic() - saved >= self.config.run.checkpoint_seconds
                     if due or interrupted():
@@ -99,11 +101,15 @@ class Transfer:
         """Score a finished fit, and keep its weights if they are the best."""
         with self._timed():
             score = -math.inf if fit.diverged else self._score(fit)
+            score = score if math.isfinite(score) else -math.inf
             if self._last or (not self.plan.holds_out and score > max((r.score for r in self.done), default=-math.inf)):
                 self.chosen = {"model": _copied(self.model), "fit": len(self.done), **fit.objective.describe()}
-            self.done.append(Result(fit.candidate, score if math.isfinite(score) else -math.inf))
+            self.done.append(Result(fit.candidate, score))
             self.fit = None
-            best(self.done) if self.finished else None  # if none is any good, say so
+        if self.finished and (self.plan.holds_out and score == -math.inf):
+            raise NtkMarglikError(f"The last fit diverged, though with fewer data it did not: {fit.candidate}.")
+        if self.finished:
+            best(self.done)  # if none is any good, say so
 
     def _score(self, fit: Fit) -> float:
         if self._last:
