@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from . import bound_slack, methods, pareto, sampled, scaling, subsets, traces
+from . import bound_slack, finetune, methods, pareto, sampled, scaling, subsets, traces
 
 FIGURES: dict[str, Callable[[Path, Path], None]] = {
     name: draw
-    for module in (methods, bound_slack, traces, pareto, subsets, scaling, sampled)
+    for module in (methods, bound_slack, traces, pareto, subsets, scaling, sampled, finetune)
     for name, draw in module.FIGURES.items()
 }
 # figures of the paper

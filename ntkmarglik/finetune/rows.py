@@ -29,6 +29,8 @@ def run_row(folder: Path) -> Row:
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     default = FinetuneConfig().flat()
     known = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in default and k not in FREE}
+    if Path(known["checkpoint"]).is_absolute():  # where a folder was is not part of what it is
+        known["checkpoint"] = f"checkpoints/{Path(known['checkpoint']).name}"
     variance = summary["prior_variance"]
     return {
         **summary,
