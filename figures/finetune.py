@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.ticker import NullFormatter, ScalarFormatter
-
 from ntkmarglik.finetune.rows import PROBLEM
 from ntkmarglik.records import grouped, mean_and_error, values
 
@@ -30,10 +28,8 @@ def finetune(folder: Path, target: Path) -> None:
                         seconds, mean, xerr=seconds_error or 0, yerr=error or 0, fmt="o", markersize=4, capsize=2,
                         color=METHODS[method], label=method,
                     )  # fmt: skip
-                axes.set_xscale("log")
-                axes.xaxis.set_major_formatter(ScalarFormatter())
-                axes.xaxis.set_minor_formatter(NullFormatter())
                 axes.margins(0.15)
+                axes.set_xlim(left=0)
                 axes.grid(color="0.92")
                 axes.set_ylabel(title if axes in grid[:, 0] else "")
             column[0].set_title(f"{problem[0]}, N = {problem[3]}")
