@@ -29,13 +29,14 @@ def run_row(folder: Path) -> Row:
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     default = FinetuneConfig().flat()
     known = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in default and k not in FREE}
-    if Path(known["checkpoint"]).is_absolute():  # where a folder was is not part of what it is
-        known["checkpoint"] = f"checkpoints/{Path(known['checkpoint']).name}"
+    checkpoint = Path(summary["checkpoint"])
+    if checkpoint.is_absolute():  # where a folder was is not part of what it is
+        known["checkpoint"] = f"checkpoints/{checkpoint.name}"
     variance = summary["prior_variance"]
     return {
         **summary,
         "classes": " ".join(map(str, summary["classes"])),
-        "checkpoint": Path(summary["checkpoint"]).name,
+        "checkpoint": checkpoint.name,
         "n_fits": len(summary["fits"]),
         "variance_backbone": variance["backbone"],
         "variance_head": variance["head"],
