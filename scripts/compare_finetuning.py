@@ -28,7 +28,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 }
 SIZES = {"cifar10": (100, 1000), "ag_news": (100, 400)}
 SMALL: dict[str, Any] = {
-    "steps": 50, "batch_size": 50, "n_test": 1000, "eval_every": 50, "rates": (0.1, 0.01),
+    "steps": 100, "batch_size": 50, "n_test": 1000, "eval_every": 100, "rates": (0.1, 0.01),
     "backbone_decays": (1e-2, 1e-4), "head_decays": (1e-3,), "laplace_every": 25, "laplace_steps": 30, "draws": 5,
     "threads": 1, "device": "cpu",
 }  # fmt: skip
