@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,8 @@ def metrics(logits: Tensor, y: Tensor) -> dict[str, float]:
 
 def calibration_error(p: Tensor, y: Tensor, bins: int = BINS) -> float:
     """Expected calibration error: mean over data of |confidence - accuracy| within bins of equal confidence width."""
+    if not p.isfinite().all():
+        return math.nan
     confidence, prediction = p.max(1)
     correct = (prediction == y).double()
     index = (confidence * bins).long().clamp_max(bins - 1)

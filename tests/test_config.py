@@ -51,11 +51,10 @@ def test_help_groups_the_flags_and_explains_each(capsys):
         parse(["--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert ended.value.code == 0 and "--config" in shown
-    for group in ("estimator", "problem", "hyperparameters", "training", "run"):
+    for group in ("estimator", "problem", "hyperparameters", "training", "run", "sampling"):
         assert f"{group} options" in shown
     assert all(f"--{flag}" in shown for flag in FLAGS)
-    groups = [settings.Estimator, settings.Problem, settings.Hyperparameters, settings.Training, settings.Run]
-    names = [f.name for group in groups for f in fields(group)]
+    names = list(Config().flat())
     assert len(names) == len(set(names)) == shown.count("(default:")
 
 

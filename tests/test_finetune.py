@@ -414,7 +414,7 @@ BAD = {
 
 @pytest.mark.parametrize("flags", BAD)
 def test_what_is_wrong_is_said(flags, convnext, root, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", _no_network)
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -77,7 +77,8 @@ def test_mistakes_are_explained(flags, words, tmp_path, capsys):
 
 
 def test_an_exact_value_that_does_not_fit_is_left_out(tmp_path, capsys):
-    arguments = [*TINY, "--structures", "diag", "--outputs", "all", "--memory-budget", "5e-3", "--out", str(tmp_path)]
+    flags = ["--structures", "diag", "--outputs", "all", "--memory-budget", "6.35e-3"]
+    arguments = [*TINY, *flags, "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert "exact value is left out" in capsys.readouterr().err
     assert {row["structure"] for row in read(tmp_path / "grid.csv")[1]} == {"diag"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from .solve import (
 from .system import Loader, System
 
 LEAST_CURVATURE = 1e-6  # of a feature, for its scale: a weight that the data do not see is not scaled up without end
+LARGEST_STEP = math.log(1000)  # of a log precision: weights at their prior mean would have an infinite one
 
 
 class SampledLaplace:
@@ -116,7 +118,8 @@ class SampledLaplace:
         new = mackay(gamma.groups, squares, counts)
         with torch.no_grad():
             known = self.prior.log_precision
-            known.copy_(torch.where(counts > 0, new.log().to(known.dtype), known))
+            step = (new.log().to(known.dtype) - known).clamp(-LARGEST_STEP, LARGEST_STEP)
+            known.add_(torch.where(counts > 0, step, 0.0))
         self._solve(self._system(loader))
         return self.prior.precision.detach()
 
