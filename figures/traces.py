@@ -9,19 +9,21 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
+from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.records import Row, grouped, mean_and_error, values
 from ntkmarglik.report import window
 
 from .style import ESTIMATOR, STRUCTURES, Label, label_ends, rows_of, shades, sheet
 
 QUANTITIES = {"log_marglik": "log evidence / datum", "test_log_likelihood": "test log-likelihood"}
-NAMES = {"full": "full", "blockdiag": "block-diagonal", "kfac": "KFAC", "diag": "diagonal", "map": "MAP"}
+NAMES = {"full": "full", "blockdiag": "block-diagonal", "kfac": "KFAC", "diag": "diagonal"}
+BASELINE = {"map": ("MAP", STRUCTURES["map"])}
 Curve = tuple[str, str]  # name, colour
 
 
 def parametric(labels: list[str]) -> dict[str, Curve]:
-    """Structures of the curvature, all data and outputs; MAP."""
-    chosen = {"map": "map"} | {f"{structure}-N-C": structure for structure in NAMES if structure != "map"}
+    """Structures of the curvature, all data and outputs."""
+    chosen = {f"{structure}-N-C": structure for structure in NAMES}
     return {label: (NAMES[chosen[label]], STRUCTURES[chosen[label]]) for label in chosen if label in labels}
 
 
@@ -44,17 +46,22 @@ PARAMETRIC: list[Panel] = [("all data", parametric), ("NTK, all outputs", partia
 DOUBLY: list[Panel] = [
     ("block-diagonal, all outputs", partial(by_subset, "blockdiag", "C")),
     ("NTK, single outputs", partial(by_subset, "ntk", "1")),
+    ("KFAC, single outputs", partial(by_subset, "kfac", "1")),
 ]
 
 
 def traces(file: str, panels: list[Panel], folder: Path, target: Path) -> None:
-    """Means over seeds with their standard errors; a column per family of bounds, one scale in each row."""
+    """Means over seeds with their standard errors; a column per family of bounds with runs, one scale in each row."""
     by_label = {label: own for (label,), own in grouped(rows_of(folder, file), "estimator").items()}
-    with sheet(target, len(QUANTITIES), len(panels), (3.5, 2.1), sharey="row", sharex="all") as grid:
+    families = [(title, curves) for title, choose in panels if (curves := choose(list(by_label)))]
+    if not families:
+        raise NtkMarglikError(f"{file} has no runs of {' or '.join(title for title, _ in panels)}.")
+    baseline = {label: curve for label, curve in BASELINE.items() if label in by_label}
+    with sheet(target, len(QUANTITIES), len(families), (3.5, 2.1), sharey="row", sharex="all") as grid:
         for line, (quantity, name) in zip(grid, QUANTITIES.items(), strict=True):
             ends = []
-            for axes, (title, choose) in zip(line, panels, strict=True):
-                ends.append(_panel(axes, by_label, choose(list(by_label)), quantity))
+            for axes, (title, curves) in zip(line, families, strict=True):
+                ends.append(_panel(axes, by_label, baseline | curves, quantity))
                 if axes in grid[0]:
                     axes.set_title(title)
                 if axes in grid[-1]:

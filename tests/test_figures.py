@@ -128,7 +128,7 @@ def test_dominated_points_are_faint(drawn):
 
 
 def test_panels_hold_their_family_in_order():
-    assert list(traces.parametric(LABELS)) == ["map", "full-N-C", "blockdiag-N-C", "kfac-N-C", "diag-N-C"]
+    assert list(traces.parametric(LABELS)) == ["full-N-C", "blockdiag-N-C", "kfac-N-C", "diag-N-C"]
     curves = traces.by_subset("ntk", "1", LABELS)
     assert [name for name, _ in curves.values()] == ["S = 10", "S = 100", "S = N"]
     assert "ntk-100-1 grouped" not in curves
@@ -144,6 +144,15 @@ def test_curves_are_means_over_seeds_and_are_named_at_their_end(drawn):
     assert len({line.get_color() for line in (small, large, whole)}) == 3
     assert list(whole.get_ydata()) == list(evidence.lines[0].get_ydata())  # NTK-N-C is the full curvature
     assert "MAP" not in [t.get_text() for t in evidence.texts] and "MAP" in [t.get_text() for t in test.texts]
+
+
+def test_families_without_runs_have_no_panel(drawn, data):
+    kept = [row for row in records.read(data / "traces_bound_prior.csv") if "-C" not in row["estimator"]]
+    records.write(data / "traces_bound_prior.csv", records.TRACE_COLUMNS, kept)
+    titles = [axes.get_title(loc="left") for axes in drawn("traces_prior_doubly").axes]
+    assert [title for title in titles if title] == ["NTK, single outputs", "KFAC, single outputs"]
+    with pytest.raises(NtkMarglikError, match="no runs of all data"):
+        FIGURES["traces_prior"](data, data / "figure.png")
 
 
 def test_labels_do_not_meet():
