@@ -12,6 +12,7 @@ from ntkmarglik.launch.executors import Slurm
 # A stand-in for a cluster: jobs run at once in the background, and can be put back in the queue.
 STAND_INS = {
     "sbatch": """
+state() { echo "$2" > "$SIM/$1.new"; mv "$SIM/$1.new" "$SIM/$1.state"; }  # whole, whoever reads it meanwhile
 id=$(( 100 + $(ls "$SIM" | grep -c script) )); cp "$1" "$SIM/$id.script"
 last=$(sed -n 's/.*--array=0-\\([0-9]*\\).*/\\1/p' "$1")
 for task in $(seq 0 "${last:-0}"); do
@@ -21,11 +22,11 @@ for task in $(seq 0 "${last:-0}"); do
     fi
     (
         while :; do
-            echo RUNNING > "$SIM/$name.state"; NAME=$name sh "$1"; code=$?
+            state "$name" RUNNING; NAME=$name sh "$1"; code=$?
             [ -e "$SIM/$name.requeue" ] || break
             mv "$SIM/$name.requeue" "$SIM/$name.requeued"
         done
-        if [ $code = 0 ]; then echo COMPLETED > "$SIM/$name.state"; else echo FAILED > "$SIM/$name.state"; fi
+        if [ $code = 0 ]; then state "$name" COMPLETED; else state "$name" FAILED; fi
     ) > "$SIM/$name.log" 2>&1 &
 done
 echo "Submitted batch job $id"
@@ -40,7 +41,7 @@ echo 'JobID|State|NodeList'
 for file in "$SIM"/*.state; do echo "$(basename "$file" .state)|$(cat "$file")|node"; done
 """,
     "scontrol": 'touch "$SIM/$2.requeue"',
-    "scancel": 'echo "CANCELLED by 1" > "$SIM/$1.state"',
+    "scancel": 'echo "CANCELLED by 1" > "$SIM/$1.new"; mv "$SIM/$1.new" "$SIM/$1.state"',
 }
 
 
