@@ -6,6 +6,8 @@ from pathlib import Path
 
 from matplotlib.ticker import NullFormatter
 
+from ntkmarglik.records import Row
+
 from .style import COLOURS, rows_of, sheet
 
 PRECISIONS = {
@@ -20,6 +22,8 @@ PREDICTIONS = {
     "mc": ("samples, learned precision", COLOURS[0], "o"),
     "probit": ("probit, learned precision", COLOURS[3], "s"),
 }
+
+CONVERGED = 0.05  # largest relative residual of samples that can be trusted
 
 
 def sampled(folder: Path, target: Path) -> None:
@@ -39,7 +43,7 @@ def sampled(folder: Path, target: Path) -> None:
         for axes, title in zip(
             grid[0], ("prior precision", "test log-likelihood", "test calibration error"), strict=True
         ):
-            names = [f"{row['dataset']}-{row['n_data']}\n{row['model']}" for row in rows]
+            names = [f"{row['dataset']}-{row['n_data']}\n{row['model']}{_warning(row)}" for row in rows]
             axes.set_yticks(range(len(rows)), names if axes is left else [""] * len(rows))
             axes.set_ylim(len(rows) - 0.5, -0.5)
             axes.set_title(title)
@@ -50,6 +54,11 @@ def sampled(folder: Path, target: Path) -> None:
         left.xaxis.set_minor_formatter(NullFormatter())
         left.set_xlim(0.5, 2 * max(float(row[column]) for row in rows for column in PRECISIONS))
         left.figure.legend(loc="outside lower center", ncols=4, fontsize=7)
+
+
+def _warning(row: Row) -> str:
+    """What a reader has to know before anything else: samples that solve their systems badly say little."""
+    return "\nnot converged" if float(row["residual"]) > CONVERGED else ""
 
 
 FIGURES = {"sampled": sampled}

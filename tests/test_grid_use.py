@@ -77,7 +77,7 @@ def test_mistakes_are_explained(flags, words, tmp_path, capsys):
 
 
 def test_an_exact_value_that_does_not_fit_is_left_out(tmp_path, capsys):
-    flags = ["--structures", "diag", "--outputs", "all", "--memory-budget", "6.35e-3"]
+    flags = ["--structures", "diag", "--outputs", "all", "--subsets", "10", "--memory-budget", "3e-3"]
     arguments = [*TINY, *flags, "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert "exact value is left out" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def exact(request):
 
 def test_products_are_those_of_the_matrices(exact):
     posterior = exact.sampled(together=2)
-    system, z = posterior._system(exact.loader), torch.randn(5, len(exact.w), dtype=torch.float64)
+    system, z = posterior.system(exact.loader), torch.randn(5, len(exact.w), dtype=torch.float64)
     torch.testing.assert_close(system.product(z), z @ exact.h)
     posterior.linear.together = 1
     torch.testing.assert_close(system.product(z), z @ exact.h)
@@ -103,14 +103,14 @@ def test_samples_have_the_covariance_of_the_posterior(exact):
 
 def test_noise_of_the_data_has_the_curvature_as_covariance(exact):
     k = 2000
-    u = exact.sampled(k)._system(exact.loader).data_noise(exact.w[:1])
+    u = exact.sampled(k).system(exact.loader).data_noise(exact.w[:1])
     scale = exact.m.diagonal().sqrt()
     assert ((u.mT @ u / k - exact.m) / (scale.unsqueeze(0) * scale.unsqueeze(1))).abs().max() < 8 / k**0.5
 
 
 def test_both_objectives_have_the_gradient_of_the_system(exact):
     posterior = exact.sampled(4).fit(exact.loader)
-    system, z = posterior._system(exact.loader), torch.randn(4, len(exact.w), dtype=torch.float64)
+    system, z = posterior.system(exact.loader), torch.randn(4, len(exact.w), dtype=torch.float64)
     prior_noise = system.prior_noise(range(4), exact.w)
     whole = {}
     for noise_in, target in (("prior", prior_noise + posterior._u), ("data", prior_noise)):
@@ -127,7 +127,7 @@ def test_gradient_noise_is_as_predicted():
     """Per datum: tr M_i - tr M_i^2 H^-1 with the noise in the data, tr M_i^2 H^-1 with it in the prior."""
     exact, k = Exact(), 800
     single = list(zip(exact.x.split(1), exact.y.split(1), strict=True))
-    system = exact.sampled(k)._system(single)
+    system = exact.sampled(k).system(single)
     u, target = system.data_noise(exact.w[:1]), system.prior_noise(range(k), exact.w)
     z = torch.linalg.solve(exact.h, (target + u).mT).mT
     decay, moments = z * exact.a().detach(), {"prior": [], "data": []}
@@ -172,7 +172,7 @@ def test_warm_starts_save_iterations():
 
 def test_rows_make_a_preconditioner():
     exact = Exact(precision=0.01)
-    system = exact.sampled(1)._system(exact.loader)
+    system = exact.sampled(1).system(exact.loader)
     identity = torch.eye(len(exact.w), dtype=torch.float64)
     conditions = [torch.linalg.cond(exact.h).item()]
     for r in (10, 20, N):
@@ -248,7 +248,7 @@ def test_the_update_is_the_root_of_the_evidence_gradient():
     posterior = exact.sampled(2).fit(exact.loader)
     leaf = exact.prior.log_precision.detach().clone().requires_grad_()
     (gradient,) = torch.autograd.grad(log_evidence(exact, leaf), leaf)
-    squares = LinearModel(posterior._system(exact.loader), True).squares(posterior.mode)
+    squares = LinearModel(posterior.system(exact.loader), True).squares(posterior.mode)
     torch.testing.assert_close(gradient, (exact.gammas() - leaf.detach().exp() * squares) / 2)
     counts = torch.tensor([10.0, 1.0], dtype=torch.float64)
     kept = mackay(torch.tensor([-3.0, 1.4], dtype=torch.float64), torch.ones(2, dtype=torch.float64), counts)

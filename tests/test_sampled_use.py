@@ -77,7 +77,7 @@ def test_any_likelihood_can_be_sampled(likelihood):
     curvature = likelihood.hessian(exact.f, exact.y)
     h = torch.einsum("ncp,ncd,ndq->pq", exact.j, curvature, exact.j) + torch.diag(exact.a().detach())
     z = torch.randn(3, len(exact.w), dtype=torch.float64)
-    torch.testing.assert_close(posterior._system([(exact.x, exact.y)]).product(z), z @ h)
+    torch.testing.assert_close(posterior.system([(exact.x, exact.y)]).product(z), z @ h)
     with pytest.raises(MarglikError, match="kind='mc'"):
         posterior.predict(exact.x, "probit")
 

@@ -108,7 +108,7 @@ class Sampled(SampledScore):
     def round_seconds(self) -> float | None:
         """All passes of all samples, twice for the mode and the first solution, from one product on one batch."""
         posterior, batches, sampling = self.posterior, self.batches(), self.problem.config.sampling
-        system = posterior._system(batches)
+        system = posterior.system(batches)
         z = torch.randn(1, posterior.layout.size, generator=self.problem.generator).to(batches[0][0])
         for _ in range(2):  # the first is a little slower
             start = time.perf_counter()

@@ -93,7 +93,7 @@ class SampledLaplace:
         check_weights(self.model)
         old = self.linear.scale
         self.linear.scale = None
-        system = self._system(loader)
+        system = self.system(loader)
         if self.scaling == "g-prior":
             diagonal = system.diagonal(self._like)
             self.linear.scale = diagonal.clamp_min_(LEAST_CURVATURE).rsqrt_()
@@ -113,17 +113,18 @@ class SampledLaplace:
 
     def update_prior(self, loader: Loader, space: Space = "function") -> Tensor:
         """One EM step: the precision of each group from the samples and the mode, then both anew; returns it [G]."""
-        gamma, model = self.effective_dimension(space), LinearModel(self._system(loader), self.offset)
+        gamma, model = self.effective_dimension(space), LinearModel(self.system(loader), self.offset)
         squares, counts = model.squares(self.mode), self.layout.counts.to(self._like.device)
         new = mackay(gamma.groups, squares, counts)
         with torch.no_grad():
             known = self.prior.log_precision
             step = (new.log().to(known.dtype) - known).clamp(-LARGEST_STEP, LARGEST_STEP)
             known.add_(torch.where(counts > 0, step, 0.0))
-        self._solve(self._system(loader))
+        self._solve(self.system(loader))
         return self.prior.precision.detach()
 
-    def _system(self, loader: Loader) -> System:
+    def system(self, loader: Loader) -> System:
+        """The linear system of the samples, at the present weights and precision."""
         return System(self.linear, self.likelihood, self.prior, loader, self.n_data, self.samples, self._seed)
 
     def _solve(self, system: System) -> None:
@@ -213,7 +214,7 @@ class SampledLaplace:
         `MarginalLikelihood`. Standard error over samples; the bracket is that of the rule of integration.
         """
         self._check_weights_of_fit()
-        system, model = self._system(loader), LinearModel(self._system(loader), self.offset)
+        system, model = self.system(loader), LinearModel(self.system(loader), self.offset)
         whitened = self.layout.dots(self._u, self._u) / system.precision  # E |A^{-1/2} u|^2 = tr A^-1 M
         traces = whitened.sum(1).tolist()
         trace = sum(traces) / len(traces)
