@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import itertools
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from ntkmarglik.models import build
 SHAPES = {"mininet": (1, 28, 28), "resnet": (3, 32, 32), "wrn": (3, 32, 32)}
 SLICE = 250  # inputs of the unit's training step at most: more are timed as a slice and scaled linearly
 BATCH = 50  # data points of a streamed batch
-LONG = 5.0  # seconds of one round after which a measurement is not repeated
+SHORT, LONG = 1.0, 5.0  # seconds until which a measurement is repeated in any case, and after which in no case
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,11 @@ def cpu_seconds(*functions: Callable[[], object], repeats: int = 3) -> list[floa
     for _ in range(2):
         for index, function in enumerate(functions):
             begin = time.perf_counter()
-            for _ in range(repeats):  # in a row: the second run finds caches and allocator as the first left them
+            for repeat in itertools.count(1):  # in a row: the second run finds caches and allocator as the first left
                 start = time.process_time()
                 function()
                 least[index] = min(least[index], time.process_time() - start)
-                if time.perf_counter() - begin > LONG:
+                if time.perf_counter() - begin > (SHORT if repeat >= repeats else LONG):
                     break
     return least
 

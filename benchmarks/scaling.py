@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help=f"write here (a whole run: {DATA.relative_to(ROOT)})")
     parser.add_argument("--plot", type=Path, nargs="?", const=ROOT / "illustrations" / "scaling.png", help="draw here")
     arguments = parser.parse_args()
+    if arguments.small:
+        measure.SHORT = 0.0
     rows = []
     print(f"{'axis':<4} {'case':<46} {'CPU s':>8} {'units':>6} {'MB':>6}")
     for axis, value, case in sweeps(arguments.small):

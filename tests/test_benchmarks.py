@@ -16,6 +16,11 @@ import sampled
 from measure import Case
 
 
+@pytest.fixture(autouse=True)
+def few_repetitions(monkeypatch):
+    monkeypatch.setattr(measure, "SHORT", 0.0)
+
+
 def read(path):
     return list(csv.DictReader(path.open()))
 
@@ -62,7 +67,7 @@ def test_a_peer_that_fails_says_why():
 def test_prior_steps_and_streamed_data_have_rows():
     step, several = estimators.cached(Case("mininet", "ntk", 4), memory=False)
     assert (step.unit, step.target_units, several.unit) == ("ms", 1.5, "pass over the block")
-    row = estimators.streamed(Case("mininet", "kfac", 4, 1, None, classes=2), memory=False)
+    row = estimators.streamed(Case("mininet", "kfac", 4, 1, None, classes=2), 4, 8, memory=False)
     assert row.units > 0 and "C=2" in row.estimator
 
 

@@ -130,7 +130,7 @@ def test_shared_factors_of_several_seeds_and_positions(activation, block, monkey
 def test_kernels_of_a_cached_block_in_packed_form(outputs, dtype):
     """Prior steps with and without: among the groups are single weights, whose kernels have rank one."""
     found = []
-    for fast in (ALL, replace(ALL, packed_kernels=False)):
+    for fast in (ALL, replace(ALL, packed_kernels=False, kept_log_prob=False)):
         ml = estimator("ntk", "expand", dtype, outputs)
         ml._fast = fast
         again = ml.cached(*data(dtype))
@@ -141,6 +141,19 @@ def test_kernels_of_a_cached_block_in_packed_form(outputs, dtype):
             found.append([total.detach(), *torch.autograd.grad(total, ml.hyperparameters())])
     for ours, theirs in zip(found[:2], found[2:], strict=True):
         assert_same(ours, theirs, TOLERANCE[dtype])
+
+
+def test_kernels_of_many_rows_are_mirrored_unless_switched_off(monkeypatch):
+    mirrored: list[int] = []
+    monkeypatch.setattr("asdl_marglik.stores.gram_of", lambda rows: mirrored.append(len(rows)) or gram_of(rows))
+    monkeypatch.setattr("asdl_marglik.linalg.MANY_ROWS", 4)
+    found = []
+    for fast in (replace(NONE, mirrored_kernels=True), NONE):
+        ml = estimator("ntk", "expand", torch.float64)
+        ml._fast = fast
+        found.append(evaluated(ml, torch.float64))
+    assert mirrored == [36] * len(list(ml.model.parameters()))
+    assert_same(*found, 1e-9)
 
 
 @pytest.mark.parametrize("n", [5, 200, 201])

@@ -67,12 +67,14 @@ class Gram(Part):
 
     def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
         """One Gram matrix per shared prior group, then one for all weights with a precision per element."""
-        grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
+        grams: Tensor | None = None
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            index = self._index(store.name)
-            gram, known = store.gram(kept, self._inverse(store.name, log_precision, kept[0])), grams[index]
-            grams[index] = gram if known is None else known.add_(gram)
-        return [torch.stack([gram for gram in grams if gram is not None])]
+            gram = store.gram(kept, self._inverse(store.name, log_precision, kept[0]))
+            if grams is None:
+                grams = gram.new_zeros(len(self.shared) + bool(self.elementwise), *gram.shape)
+            grams[self._index(store.name)] += gram
+        assert grams is not None
+        return [grams]
 
     def precision_gradient(
         self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor

@@ -45,6 +45,7 @@ class Kron(Part):
         bias: bool,
         called_once: bool = True,
         transposed: bool = False,
+        by_moment: bool = True,
     ):
         self.transposed = transposed  # the weight is stored [inputs, outputs]
         self.names, self.group, self.setting, self.n_data, self.bias = (name,), group, setting, n_data, bias
@@ -52,6 +53,8 @@ class Kron(Part):
         self.label = f"kronecker ({setting})"
         # positions of several calls are pooled before they are reduced
         self.form: Form = setting if called_once else "expand"
+        # an input factor that is a sum over positions needs no patches side by side
+        self._by_moment = by_moment and not keep_inputs and setting == "expand" and not bias
 
     def requests(self) -> list[Request]:
         return [(self.names[0], self.form)]
@@ -70,11 +73,6 @@ class Kron(Part):
         expanded = 1 if self.form == "reduce" else t
         per_datum = 2 * expanded * (d + problem.rows_per_datum * o)
         return Memory(problem.element * (inputs + outputs), 4 * 8 * max(d, o) ** 2, problem.element * per_datum)
-
-    @property
-    def _by_moment(self) -> bool:
-        """Whether the input factor is a sum that needs no patches side by side."""
-        return self.kinds[0] == "sum" and self.setting == "expand" and not self.bias
 
     def _inputs(self, patches: list[Tensor | None], like: Tensor) -> Tensor:
         """Observation of the input factor; uses of the weight are further shared positions."""

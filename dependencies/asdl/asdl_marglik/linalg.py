@@ -74,12 +74,14 @@ class _WeightedSum(torch.autograd.Function):
             else:
                 weights_bar = torch.stack([(cotangent * matrix).sum() for matrix in matrices])
         if ctx.needs_input_grad[1]:
-            matrices_bar = (weights[:, None, None] * cotangent).to(matrices.dtype)
+            matrices_bar = torch.empty_like(matrices)
+            for weight, bar in zip(weights, matrices_bar, strict=True):
+                bar.copy_(weight * cotangent)
         return weights_bar, matrices_bar
 
 
 def weighted_sum(weights: Tensor, matrices: Tensor) -> Tensor:
-    """sum_g weights[g] matrices[g] in float64, without a float64 copy of all matrices."""
+    """sum_g weights[g] matrices[g] in float64, without a float64 copy of all matrices, here and on the way back."""
     return _WeightedSum.apply(weights, matrices)
 
 

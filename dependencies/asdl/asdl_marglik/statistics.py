@@ -139,6 +139,7 @@ class Passes:
                     held.add(chunk)
                     if own.start in stay:
                         self._kept[own.start] = chunk
+                    del chunk  # before the next is there
                 count += len(y)
             if count != self.n_data:
                 raise CurvatureError(

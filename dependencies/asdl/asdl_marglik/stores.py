@@ -55,10 +55,14 @@ class Store(ABC):
 
 
 class Rows(Store):
-    """Rows as they are, [n, K, P]."""
+    """Rows as they are, [n, K, P]. mirrored: half of their Gram matrix is the mirror image of the other."""
 
     slots = 1
     asks = "rows"
+
+    def __init__(self, name: str, *, mirrored: bool = True):
+        super().__init__(name)
+        self.mirrored = mirrored
 
     def bytes_per_datum(self, problem: Problem) -> int:
         return problem.element * problem.rows_per_datum * problem.sizes[self.name]
@@ -75,7 +79,9 @@ class Rows(Store):
 
     def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
         v = self.all_rows(kept)
-        return gram_of(v) if inverse_precision is None else (v * inverse_precision) @ v.mT
+        if inverse_precision is None and self.mirrored:
+            return gram_of(v)
+        return (v if inverse_precision is None else v * inverse_precision) @ v.mT
 
     def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
         v = self.all_rows(kept)

@@ -72,7 +72,7 @@ def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
 
 def _store(problem: Problem, name: str) -> Store:
     """Rows, or the factors of rows where their products cost less for each pair of data points."""
-    rows = HalfRows(name) if problem.half_rows else Rows(name)
+    rows = (HalfRows if problem.half_rows else Rows)(name, mirrored=problem.fast.mirrored_kernels)
     plan, k = problem.plan, problem.rows_per_datum
     single = name in plan.kronecker & plan.factor_sides.keys() and len(plan.uses_of[name]) == 1
     if not single or plan.uses_of[name][0][1] == "bias" or not isinstance(problem.groups[name], int):
@@ -123,6 +123,7 @@ def _kron(problem: Problem, name: str, size: int) -> Part:
         keep_outputs=reduce and (problem.n_rows <= len(weight) or _keeps(problem, len(weight))),
         called_once=len(problem.plan.uses_of[name]) == 1,
         transposed=problem.plan.rules[name] == "matmul",
+        by_moment=problem.fast.input_moments,
     )  # fmt: skip
 
 

@@ -242,8 +242,7 @@ class MarginalLikelihood:
             )
         plan = self._planned(x)
         c = plan.output_shape.numel()
-        if columns is None and block is not None:
-            columns = block.columns
+        columns = block.columns if columns is None and block is not None else columns
         if columns is None:
             columns = draw_columns(n, c, self._k(plan), self.columns == "iid", self.generator)
         columns = checked_columns(columns, n, c).to(y.device)
@@ -310,7 +309,8 @@ class MarginalLikelihood:
             if not passes.summary_depends_on_precision:
                 mixing = passes.rule.weights(f, *passes.rows_of_data)
                 block.log_dets = [p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)]
-                block.f, block.log_prob = f, self._log_prob(block, f) if self.likelihood.constant_log_prob else None
+                keep = self.likelihood.constant_log_prob and self._fast.kept_log_prob
+                block.f, block.log_prob = f, self._log_prob(block, f) if keep else None
         return lambda: self._evidence(block)
 
     def _log_prob(self, block: PreparedBlock, f: Tensor) -> Tensor:
