@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,21 @@ class Divergence:
         return (self.scatter(variance) + self.log_det_ratio(variance)) / 2
 
 
+class _SquaredNorms(torch.autograd.Function):
+    """|e|^2 of every tensor in float64: in a training step on little data, fewer operations than autograd's count."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.stack([torch.linalg.vector_norm(e, dtype=torch.float64) for e in tensors]).square_()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
+        tensors = ctx.saved_tensors
+        return tuple(e * bar for e, bar in zip(tensors, (2 * cotangents[0]).to(tensors[0].dtype).unbind(), strict=True))
+
+
 def divergence(weights: Mapping[str, Tensor], prior: GaussianPrior, width: LearnedWidth) -> Divergence:
     """The parts of KL(q || prior) for the given means of q; differentiable in them and in sigma."""
     variance = width.sigma.double().square()
@@ -64,7 +80,7 @@ def divergence(weights: Mapping[str, Tensor], prior: GaussianPrior, width: Learn
         return zero.index_add(0, own, values)
 
     sizes = torch.tensor([w.numel() for w in weights.values()], dtype=torch.float64, device=variance.device)
-    quadratic = summed(torch.stack([e.square().sum(dtype=torch.float64) for e in deviations.values()]))
+    quadratic = summed(_SquaredNorms.apply(*deviations.values()))
     dimension, log_det_prior = summed(sizes), zero
     if len(variance) == 1:  # the usual case, in few operations
         trace, log_det_posterior = dimension * variance, dimension * variance.log()

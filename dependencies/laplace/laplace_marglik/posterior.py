@@ -70,7 +70,13 @@ class LearnedWidth(nn.Module):
     def perturbed(self, weights: Mapping[str, Tensor], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """m + sigma * noise, differentiable in both m and sigma."""
         sigma = self.sigma
-        return {name: torch.addcmul(w, self.of(sigma, name, w), noise[name]) for name, w in weights.items()}
+        entries = sigma.unbind() if len(sigma) <= len(self.groups) else ()  # once, not for every weight
+        perturbed = {}
+        for name, w in weights.items():
+            group = self.groups[name]
+            width = entries[group] if isinstance(group, int) else self.of(sigma, name, w)
+            perturbed[name] = torch.addcmul(w, width, noise[name])
+        return perturbed
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
