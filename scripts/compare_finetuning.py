@@ -24,7 +24,7 @@ from ntkmarglik.track import read_summary
 METHODS = ("de-elbo", "elbo", "la-lml", "map-gs")
 PROBLEMS: dict[str, dict[str, Any]] = {
     "cifar10": {"checkpoint": "convnext-cifar10-01234", "dataset": "cifar10", "classes": (5, 6, 7, 8, 9)},
-    "ag_news": {"checkpoint": "bert-ag_news-01", "dataset": "ag_news", "classes": (2, 3)},
+    "ag_news": {"checkpoint": "bert-ag_news-02", "dataset": "ag_news", "classes": (1, 3), "steps": 200},
 }
 SIZES = {"cifar10": (100, 1000), "ag_news": (100, 400)}
 SMALL: dict[str, Any] = {
