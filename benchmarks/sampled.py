@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood, SampledLaplace
 from laplace_marglik.sampled import ConjugateGradients
+from laplace_marglik.sampled.system import Loader
 from measure import peak_above_start
 from torch import Tensor, nn
 
 from ntkmarglik.data import Dataset, load
-from ntkmarglik.evaluate import metrics
+from ntkmarglik.evaluate import joint_log_likelihood, metrics
 from ntkmarglik.models import build
 
 TARGET = Path(__file__).parent.parent / "illustrations/data/sampled.csv"
+CURVATURES: tuple[Literal["outputs", "averaged"], ...] = ("outputs", "averaged")
 CHUNK = 250  # test inputs whose predictions are made at once
 
 
@@ -51,10 +55,10 @@ class Study:
 
 
 STUDIES = {
-    "digits": Study("digits", "mininet", 500, 300, 4, 60, 4, 250, batch=250),
-    "mnist": Study("mnist", "mininet", 1000, 60, 2, 12, 2, 250, batch=250, rungs=3),
+    "digits": Study("digits", "mininet", 500, 300, 8, 100, 4, 250, batch=250),
+    "mnist": Study("mnist", "mininet", 1000, 60, 8, 80, 3, 250, batch=250, rungs=4, n_test=1000),
     "cifar10": Study(
-        "cifar10", "resnet_norm", 500, 10, 2, 6, 2, 50, batch=50, rungs=2, n_test=500, exclude=("*norm*",), width=4
+        "cifar10", "resnet_norm", 1000, 30, 4, 60, 2, 50, batch=100, rungs=2, n_test=500, exclude=("*norm*",), width=4
     ),
 }
 
@@ -81,28 +85,37 @@ def study(settings: Study, data_root: str) -> dict[str, object]:
     row |= {"n_parameters": sum(p.numel() for p in model.parameters()), "samples": settings.samples}
     row |= {"initial_precision": settings.precision}
     row |= {f"precision_{name}": value for name, value in chosen_by_bounds(settings, model, data, prior).items()}
-
-    solver = ConjugateGradients(tolerance=0.02, max_iterations=settings.passes)
-    posterior = SampledLaplace(
-        model, "classification", n_data=data.n_data, prior=prior, samples=settings.samples, solver=solver,
-        exclude=settings.exclude, together=settings.samples,
-    )  # fmt: skip
     x, y = data.x_test[: settings.n_test], data.y_test[: settings.n_test]
-    fit_seconds = _cpu_seconds(lambda: posterior.fit(loader))
-    row |= {f"initial_{name}": value for name, value in predicted(posterior, x, y).items()}
-    step_seconds = _cpu_seconds(lambda: [posterior.update_prior(loader) for _ in range(settings.em_steps)])
+    with torch.no_grad():
+        row |= scores("map", torch.cat([model(part) for part in x.split(CHUNK)]).unsqueeze(0), y)
+    for curvature in CURVATURES:
+        with torch.no_grad():
+            prior.log_precision.fill_(math.log(settings.precision))
+        posterior = SampledLaplace(
+            model, "classification", n_data=data.n_data, prior=prior, samples=settings.samples, curvature=curvature,
+            solver=ConjugateGradients(tolerance=0.01, max_iterations=settings.passes), together=settings.samples,
+            exclude=settings.exclude,
+        )  # fmt: skip
+        learned = learn(settings, posterior, loader, epoch_seconds) | predicted(posterior, x, y)
+        row |= {f"{curvature}_{name}": value for name, value in learned.items()}
+        print(", ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+    return row
+
+
+def learn(settings: Study, posterior: SampledLaplace, loader: Loader, epoch_seconds: float) -> dict[str, float]:
+    """EM steps on the prior; what they learned and what they cost."""
+    posterior.fit(loader)
+    seconds = _cpu_seconds(lambda: [posterior.update_prior(loader) for _ in range(settings.em_steps)])
     diagnostics = posterior.diagnostics()
     gamma, error = diagnostics["effective_dimension"]
-    row |= {"precision_sampled": prior.precision.item()}
-    row |= {"effective_dimension": gamma, "effective_dimension_error": error}
-    row |= {"residual": max(diagnostics["residuals"]), "mode_error": diagnostics["mode_error"]}
-    row |= predicted(posterior, x, y)
-    evidence, n = posterior.log_evidence(loader, "weights", settings.rungs), data.n_data
-    row |= {"log_marglik": evidence.total.item() / n, "log_marglik_error": (evidence.standard_error or 0.0) / n}
-    row |= {"log_marglik_low": evidence.bracket[0] / n, "log_marglik_high": evidence.bracket[1] / n}
-    row |= {"fit_epochs": fit_seconds / epoch_seconds}
-    row |= {"em_step_epochs": step_seconds / settings.em_steps / epoch_seconds}
-    return row
+    evidence, n = posterior.log_evidence(loader, "weights", settings.rungs), posterior.n_data
+    return {
+        "precision": posterior.prior.precision.item(), "effective_dimension": gamma, "effective_dimension_error": error,
+        "passes": diagnostics["steps"], "residual": max(diagnostics["residuals"]), "error": max(diagnostics["errors"]),
+        "mode_error": diagnostics["mode_error"], "em_step_epochs": seconds / settings.em_steps / epoch_seconds,
+        "log_marglik": evidence.total.item() / n, "log_marglik_error": (evidence.standard_error or 0.0) / n,
+        "log_marglik_low": evidence.bracket[0] / n, "log_marglik_high": evidence.bracket[1] / n,
+    }  # fmt: skip
 
 
 def chosen_by_bounds(settings: Study, model: nn.Module, data: Dataset, prior: GaussianPrior) -> dict[str, float]:
@@ -127,16 +140,19 @@ def chosen_by_bounds(settings: Study, model: nn.Module, data: Dataset, prior: Ga
 
 
 def predicted(posterior: SampledLaplace, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Test log-likelihood and calibration error of the network and of both kinds of sampled prediction."""
-    with torch.no_grad():
-        logits = torch.cat([posterior.model(part) for part in x.split(CHUNK)])
-        both = [posterior.predictions(part) for part in x.split(CHUNK)]
-    mc, probit = (torch.cat(parts).double().log() for parts in zip(*both, strict=True))
-    found = {}
-    for name, log_p in (("map", logits), ("mc", mc), ("probit", probit)):
-        scores = metrics(log_p, y)
-        found |= {f"{name}_{key}": scores[key] for key in ("accuracy", "log_likelihood", "ece")}
-    return found
+    """Scores of both kinds of sampled prediction."""
+    probit = torch.cat([posterior.predict(part, "probit") for part in x.split(CHUNK)]).log()
+    samples = torch.cat([posterior.sample_logits(part) for part in x.split(CHUNK)], 1)
+    return scores("mc", samples, y) | scores("probit", probit.unsqueeze(0), y)
+
+
+def scores(name: str, samples: Tensor, y: Tensor) -> dict[str, float]:
+    """Test accuracy, log-likelihood (also of several labels together) and calibration error of outputs [k, n, C]."""
+    log_p = samples.double().log_softmax(2)
+    found = metrics(torch.logsumexp(log_p, 0), y)
+    own = log_p.gather(2, y.expand(len(log_p), -1).unsqueeze(2)).squeeze(2)
+    found["joint"] = joint_log_likelihood(own, torch.Generator().manual_seed(0))
+    return {f"{name}_{key}": value for key, value in found.items()}
 
 
 def memory(samples: int = 8) -> str:
@@ -193,5 +209,5 @@ if __name__ == "__main__":
             print(memory())
         else:
             found = study(STUDIES[name], given.data_root)
-            print(found, flush=True)
+
             write(found)

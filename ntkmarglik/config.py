@@ -64,6 +64,9 @@ class Sampling:
     g_prior: bool = False
     """Scale features to unit curvature; the learned precision is then that of scaled weights, and weights are trained
     with the initial one."""
+    curvature: Literal["outputs", "averaged"] = "outputs"
+    """Curvature of the likelihood at the network's outputs (Laplace), or averaged over samples: predicts better where
+    the network is sure of its training data, and makes the evidence a variational bound."""
     exclude: str = ""
     """Name patterns of weights that samples leave fixed, separated by commas (*norm*)."""
     ladder: int = 9

@@ -10,6 +10,7 @@ from torch import Tensor
 
 BINS = 15
 BATCH = 1000
+PAIRS, REPEATS = 10_000, 10  # of joint predictions
 
 
 def metrics(logits: Tensor, y: Tensor) -> dict[str, float]:
@@ -20,6 +21,19 @@ def metrics(logits: Tensor, y: Tensor) -> dict[str, float]:
         "log_likelihood": log_p.gather(1, y.unsqueeze(1)).mean().item(),
         "ece": calibration_error(log_p.exp(), y),
     }
+
+
+def joint_log_likelihood(log_p: Tensor, generator: torch.Generator, pairs: int = PAIRS) -> float:
+    """Mean log-likelihood per input of REPEATS inputs together, each drawn from one of two, over random pairs.
+
+    log_p [k, n]: log-likelihood of each label under each of k samples; log 1/k sum_j prod_i p_j(y_i | x_i) rewards
+    samples that agree with themselves about inputs that depend on each other (dyadic sampling, Osband et al. 2022).
+    """
+    k, n = log_p.shape
+    first, second = torch.randint(n, (2, pairs), generator=generator).to(log_p.device)
+    times = (torch.rand(pairs, REPEATS, generator=generator) < 0.5).sum(1).to(log_p.device)
+    together = times * log_p[:, first] + (REPEATS - times) * log_p[:, second]
+    return ((torch.logsumexp(together, 0) - math.log(k)) / REPEATS).mean().item()
 
 
 def calibration_error(p: Tensor, y: Tensor, bins: int = BINS) -> float:

@@ -147,7 +147,10 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
 def evidence_bytes(sizes: Sizes, problem: Problem) -> int:
     """Memory of an estimate and its gradient, or of samples: with directions and residuals, and two."""
     if sizes.structure == "sampled":
-        return (3 * sizes.samples + 2) * problem.data.x_train.element_size() * sizes.n_parameters
+        averaged = problem.config.sampling.curvature == "averaged"
+        kept = sizes.samples * problem.data.n_data * problem.data.n_classes if averaged else 0  # outputs of samples
+        numbers = (3 * sizes.samples + 2) * sizes.n_parameters + kept
+        return numbers * problem.data.x_train.element_size()
     ml = problem.marginal_likelihood(sizes.structure)
     ml.outputs = sizes.outputs
     return ml.memory(problem.data.x_train[:1], sizes.subset)

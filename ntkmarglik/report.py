@@ -46,7 +46,13 @@ def table(runs: Runs) -> Table:
     result.add_row("test accuracy", *(f"{100 * s['test_accuracy']:.2f} %" for s in summaries))
     result.add_row("test log-likelihood per datum", *(f"{s['test_log_likelihood']:.4f}" for s in summaries))
     result.add_row("test calibration error", *(f"{s['test_ece']:.4f}" for s in summaries))
-    for label, key in (("log-likelihood per datum", "log_likelihood"), ("calibration error", "ece")):
+    sampled = {"log-likelihood per datum": "log_likelihood", "calibration error": "ece"}
+    if any("test_joint_log_likelihood" in s for s in summaries):
+        sampled["joint log-likelihood per datum"] = "joint_log_likelihood"
+        result.add_row(
+            "test joint log-likelihood per datum", *(_optional(s.get("test_joint_log_likelihood")) for s in summaries)
+        )
+    for label, key in sampled.items():
         if any(f"sampled_test_{key}" in s for s in summaries):
             result.add_row(f"test {label}, sampled", *(_optional(s.get(f"sampled_test_{key}")) for s in summaries))
     result.add_row("training log-likelihood per datum", *(f"{s['train_log_likelihood']:.4f}" for s in summaries))

@@ -37,9 +37,13 @@ def test_it_learns_the_prior_and_predicts_beside_the_map(tmp_path, capsys):
     assert learned and learned[-1] == summary["prior_precision"] == summary["sampled_precision"]
     assert all(value != pytest.approx(0.01) for value in summary["prior_precision"].values())
     assert summary["log_marglik_bracket"][0] < summary["log_marglik"] < summary["log_marglik_bracket"][1]
+    for joint in ("test_joint_log_likelihood", "sampled_test_joint_log_likelihood"):
+        assert summary[joint] < 0
+    assert summary["sample_error"] > 0 and epochs[-1]["seconds_em_step"] > 0
     for kind in ("sampled", "probit"):
         assert summary[f"{kind}_test_log_likelihood"] < 0 <= summary[f"{kind}_test_ece"] <= 1
-    assert "test log-likelihood per datum, sampled" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "test log-likelihood per datum, sampled" in shown and "test joint log-likelihood per datum" in shown
     baseline = runs["MAP baseline"][1]
     assert baseline["log_marglik_structure"] == "sampled" and "sampled_test_ece" in baseline
     assert all(value == pytest.approx(0.01) for value in baseline["prior_precision"].values())
@@ -57,7 +61,7 @@ def test_scaled_features_leave_the_training_prior_alone():
 
 
 def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path):
-    eager = [*FLAGS, "--g-prior", "--epochs", "4", "--checkpoint-seconds", "0"]
+    eager = [*FLAGS, "--g-prior", "--curvature", "averaged", "--epochs", "4", "--checkpoint-seconds", "0"]
     assert main([*eager, "--out", str(tmp_path / "first")]) == 0
     arguments = [*eager, "--out", str(tmp_path / "run"), "--resume"]
     command = [sys.executable, "-c", DRIVER, json.dumps(DEATHS), *arguments]

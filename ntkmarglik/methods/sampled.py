@@ -9,7 +9,7 @@ import torch
 from laplace_marglik import Evidence, GaussianPrior, SampledLaplace
 from laplace_marglik.sampled import ConjugateGradients, Sgd
 
-from ..evaluate import metrics
+from ..evaluate import joint_log_likelihood, metrics
 from ..mirrors import Metrics
 from .base import LearnsBy, Method, Problem, Round
 from .map import Map
@@ -34,7 +34,7 @@ class SampledScore(Map):
         prior = GaussianPrior(problem.model, hyper.prior, hyper.prior_precision) if sampling.g_prior else problem.prior
         self.posterior = SampledLaplace(
             problem.model, "classification", n_data=problem.data.n_data, prior=prior, samples=sampling.samples,
-            solver=solver, scaling="g-prior" if sampling.g_prior else "none",
+            solver=solver, scaling="g-prior" if sampling.g_prior else "none", curvature=sampling.curvature,
             exclude=[pattern.strip() for pattern in sampling.exclude.split(",") if pattern.strip()],
             generator=problem.generator,
         )  # fmt: skip
@@ -57,12 +57,24 @@ class SampledScore(Map):
     def extras(self) -> Metrics:
         """Test metrics of sampled predictions, and what the samples say about themselves."""
         data = self.problem.data
-        found: Metrics = {}
+        found: Metrics = self.joint()
         both = [self.posterior.predictions(x) for x in data.x_test.split(BATCH)]
         for name, parts in zip(("sampled", "probit"), zip(*both, strict=True), strict=True):
             scores = metrics(torch.cat(parts).double().clamp_min(1e-300).log(), data.y_test)
             found |= {f"{name}_test_{key}": value for key, value in scores.items()}
         return {**found, **self.describe(), "log_marglik_bracket": self._bracket}
+
+    def joint(self) -> Metrics:
+        """Log-likelihood of several test labels together, by samples and by the network, for the same inputs."""
+        data, found = self.problem.data, {}
+        predictors = {"": lambda x: self.outputs(x).unsqueeze(0), "sampled_": self.posterior.sample_logits}
+        for name, outputs in predictors.items():
+            with torch.no_grad():
+                log_p = torch.cat([outputs(x) for x in data.x_test.split(BATCH)], 1).double().log_softmax(2)
+            own = log_p.gather(2, data.y_test.expand(len(log_p), -1).unsqueeze(2)).squeeze(2)
+            generator = torch.Generator().manual_seed(self.problem.config.run.seed)
+            found[f"{name}test_joint_log_likelihood"] = joint_log_likelihood(own, generator)
+        return found
 
     def describe(self) -> Metrics:
         """Learned precisions, effective dimension and residuals."""
@@ -73,6 +85,7 @@ class SampledScore(Map):
             "effective_dimension": gamma,
             "effective_dimension_error": error,
             "sample_residual": max(diagnostics["residuals"]),
+            "sample_error": max(diagnostics["errors"]),
             "sample_steps": diagnostics["steps"],
             "mode_error": diagnostics["mode_error"],
         }
@@ -97,8 +110,10 @@ class Sampled(SampledScore):
 
     def learn(self, round_: Round) -> None:
         self.sample()
-        for _ in range(self.problem.config.sampling.em_steps):
+        steps, start = self.problem.config.sampling.em_steps, time.perf_counter()
+        for _ in range(steps):
             self.posterior.update_prior(self.batches())
+        round_.metrics["seconds_em_step"] = (time.perf_counter() - start) / steps
         learned = {name: p.mean().item() for name, p in self.problem.prior.precisions().items()}
         round_.metrics |= {"prior_precision": learned, **self.describe()}
 
@@ -112,6 +127,6 @@ class Sampled(SampledScore):
         z = torch.randn(1, posterior.layout.size, generator=self.problem.generator).to(batches[0][0])
         for _ in range(2):  # the first is a little slower
             start = time.perf_counter()
-            system.add_curvature_(torch.zeros_like(z), z, batches[0])
+            system.add_curvature_(torch.zeros_like(z), z, batches[0], 0)
             seconds = time.perf_counter() - start
         return seconds * len(batches) * sampling.solver_passes * (sampling.samples + 1) * (1 + sampling.em_steps)

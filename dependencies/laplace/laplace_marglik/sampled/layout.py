@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from asdl_marglik import Groups
-from torch import Tensor
+from asdl_marglik import Groups, matches
+from torch import Tensor, nn
+
+from ..errors import MarglikError
 
 
 class Layout:
@@ -61,3 +63,14 @@ class Layout:
             group = self.groups[name]
             counts[group] += piece.stop - piece.start if isinstance(group, int) else 1
         return counts
+
+
+def included(weights: dict[str, nn.Parameter], exclude: list[str]) -> dict[str, nn.Parameter]:
+    """The weights whose names fit none of the patterns; each pattern must fit some weight."""
+    for pattern in exclude:
+        if not any(matches(name, [pattern]) for name in weights):
+            raise MarglikError(f"exclude pattern {pattern!r} fits no weight; there are {list(weights)}")
+    found = {name: w for name, w in weights.items() if not matches(name, exclude)}
+    if not found:
+        raise MarglikError(f"exclude={exclude} leaves no weights")
+    return found

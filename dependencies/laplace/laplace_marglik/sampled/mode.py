@@ -54,6 +54,11 @@ class LinearModel:
                 total += likelihood.log_prob(h.double(), y).sum()
             return total * torch.exp(-likelihood.log_temperature.double())
 
+    def log_likelihoods(self, outputs: list[Tensor], z: Tensor) -> Tensor:
+        """sum_i log p(y_i | h_i + J_i z_j) / tau of each deviation z [k, P] of the weights [k]; one pass."""
+        moved = [h + d for h, d in zip(outputs, self.system.pushed(z), strict=True)]
+        return torch.stack([self.log_likelihood([h[j] for h in moved]) for j in range(len(z))])
+
     def outputs(self, theta: Tensor) -> list[Tensor]:
         """h(theta) of each batch; one pass."""
         return [self._outputs(theta, x) for x, _ in self.system.batches()]
@@ -116,7 +121,7 @@ def newton(model: LinearModel, theta: Tensor, settings: ConjugateGradients, prec
         left -= 1 + conjugate_gradients(
             lambda v: system.product(v, outputs), gradient.neg(), direction, inner, precondition  # noqa: B023
         )  # fmt: skip
-        pushed = [system.linear.jvp(x, direction)[1][0] for x, _ in system.batches()]
+        pushed = [p[0] for p in system.pushed(direction)]
         slope = (gradient.double() * direction.double()).sum().item()
         length = _line_search(model, theta, direction[0], outputs, pushed, slope)
         theta = theta + length * direction[0]
@@ -155,7 +160,7 @@ def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
 
     def product(v: Tensor, point: Tensor) -> Tensor:
         out = torch.zeros_like(v)
-        system.add_curvature_(out, v, batch, weight, point)
+        system.add_curvature_(out, v, batch, 0, weight, point)
         return system.layout.add_(out, v, system.precision)
 
     steepest = max(largest_eigenvalue(lambda v: product(v, p), theta) for p in (f, torch.zeros_like(f)))  # noqa: B023

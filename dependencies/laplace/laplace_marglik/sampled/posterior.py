@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from asdl_marglik import check_weights, map_inputs, matches, trainable
+from asdl_marglik import check_weights, map_inputs, trainable
 from torch import Tensor, nn
 
 from ..errors import MarglikError
@@ -16,7 +16,7 @@ from ..likelihood import Likelihood, likelihood_for
 from ..prior import GaussianPrior
 from .dimension import EffectiveDimension, Space, mackay
 from .ladder import LadderEvidence, bracket, integral, rungs
-from .layout import Layout
+from .layout import Layout, included
 from .linearised import Linearised
 from .mode import LinearModel, Mode, descend, newton
 from .precondition import RowPreconditioner, root_rows
@@ -34,6 +34,7 @@ from .solve import (
 from .system import Loader, System
 
 LEAST_CURVATURE = 1e-6  # of a feature, for its scale: a weight that the data do not see is not scaled up without end
+AVERAGED_FITS = 3  # of a first fit with averaged curvature: each averages over the samples of the one before
 LARGEST_STEP = math.log(1000)  # of a log precision: weights at their prior mean would have an infinite one
 
 
@@ -48,7 +49,9 @@ class SampledLaplace:
     the root of their curvature, so that the precision means the same whatever the scale of a weight; the precisions of
     `prior` are then those of the scaled weights. exclude: name patterns of weights that stay fixed, as those of
     normalisation layers may. offset: whether the linear model keeps the network's outputs, f + J (theta - w), or is
-    J theta.
+    J theta. curvature: Lambda at the network's "outputs", as in the Laplace approximation, or "averaged" over the
+    outputs of the samples before. Where the network is sure of its training data Lambda almost vanishes there, and
+    samples of the former do not fit the data that the network fits; those of the latter do. It keeps k N C outputs.
     together: samples in one vectorised pass; more is faster for small networks and needs the activations of as many.
     """
 
@@ -56,25 +59,30 @@ class SampledLaplace:
         self, model: nn.Module, likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor], *, n_data: int,
         prior: GaussianPrior, samples: int = 8, solver: str | Solver = "cg",
         scaling: Literal["none", "g-prior"] = "none", exclude: Iterable[str] = (), hyper: Iterable[str] = (),
-        offset: bool = True, together: int = 1, generator: torch.Generator | None = None,
+        curvature: Literal["outputs", "averaged"] = "outputs", offset: bool = True, together: int = 1,
+        generator: torch.Generator | None = None,
     ):  # fmt: skip
         for name, number in (("n_data", n_data), ("samples", samples), ("together", together)):
             if number < 1:
                 raise MarglikError(f"{name} must be at least 1, got {number}")
         if scaling not in ("none", "g-prior"):
             raise MarglikError(f"scaling must be none or g-prior, got {scaling!r}")
+        if curvature not in ("outputs", "averaged"):
+            raise MarglikError(f"curvature must be outputs or averaged, got {curvature!r}")
         self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
         self.n_data, self.samples, self.solver, self.scaling, self.offset = (
             n_data, samples, solver_for(solver), scaling, offset
         )  # fmt: skip
+        self.averaged = curvature == "averaged"
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
-        weights = _included(trainable(model, hyper), list(exclude))
+        weights = included(trainable(model, hyper), list(exclude))
         prior.deviations(weights)  # refuses a prior for another model
         self.layout = Layout(weights, prior.groups, prior.log_precision.numel())
         self.linear = Linearised(model, self.layout, together)
         self._like = next(iter(weights.values())).detach().flatten()[:1]
         self._z: Tensor | None = None
         self._mode: Mode | None = None
+        self._deviations: list[Tensor] | None = None
         self._seed = 0
 
     # ---------------------------------------------------------------------------------------------------- inference
@@ -82,15 +90,20 @@ class SampledLaplace:
     def fit(self, loader: Loader) -> SampledLaplace:
         """Draw new noise and solve for the samples and for the linear model's mode at the network's present weights.
 
-        loader: all data in batches; with "cg", or noise in the data, the same batches every time (shuffle=False).
+        loader: all data in batches; with "cg", noise in the data or averaged curvature the same batches every time
+        (shuffle=False).
         """
         self._seed = int(torch.randint(2**40, (), generator=self.generator))
-        self._z = self._mode = None
-        return self.refit(loader)
+        self._z = self._mode = self._deviations = None
+        for _ in range(AVERAGED_FITS if self.averaged else 1):
+            self.refit(loader)
+        return self
 
     def refit(self, loader: Loader) -> SampledLaplace:
         """The same with the noise of before, from where the samples were: for weights or a prior that have moved."""
         check_weights(self.model)
+        if self.averaged and self._z is not None:
+            self._deviations = self.system(loader).pushed(self._z)
         old = self.linear.scale
         self.linear.scale = None
         system = self.system(loader)
@@ -120,20 +133,23 @@ class SampledLaplace:
             known = self.prior.log_precision
             step = (new.log().to(known.dtype) - known).clamp(-LARGEST_STEP, LARGEST_STEP)
             known.add_(torch.where(counts > 0, step, 0.0))
-        self._solve(self.system(loader))
+        self.refit(loader) if self.averaged else self._solve(self.system(loader))
         return self.prior.precision.detach()
 
     def system(self, loader: Loader) -> System:
         """The linear system of the samples, at the present weights and precision."""
-        return System(self.linear, self.likelihood, self.prior, loader, self.n_data, self.samples, self._seed)
+        return System(
+            self.linear, self.likelihood, self.prior, loader, self.n_data, self.samples, self._seed,
+            deviations=self._deviations,
+        )  # fmt: skip
 
     def _solve(self, system: System) -> None:
         """Samples, their effective dimensions and residuals, and the mode, at the present precision."""
         z = self._samples
         found = [self._solve_group(system, group, z[group.start : group.stop]) for group in self._groups()]
-        self._steps = max(steps for _, _, _, steps in found)
-        functions, weights, residuals, _ = zip(*found, strict=True)
-        self._function, self._weight, self._residuals = torch.cat(functions), torch.cat(weights), torch.cat(residuals)
+        functions, weights, residuals, errors, steps = zip(*found, strict=True)
+        self._function, self._weight, self._steps = torch.cat(functions), torch.cat(weights), max(steps)
+        self._residuals, self._errors = torch.cat(residuals), torch.cat(errors)
         model = LinearModel(system, self.offset)
         start = model.origin.clone() if self._mode is None else self._mode.theta
         if isinstance(self.solver, ConjugateGradients):
@@ -149,8 +165,11 @@ class SampledLaplace:
     def _preconditioner(self, system: System) -> Product | None:
         return None if self._rows is None else RowPreconditioner(system, self._rows)
 
-    def _solve_group(self, system: System, group: range, z: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Move z [g, P] to the solutions; gamma in function and in weight space [g, G], residuals [g], steps."""
+    def _solve_group(self, system: System, group: range, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """Move z [g, P] to the solutions; gamma in function and in weight space [g, G], residuals, errors [g], steps.
+
+        With r = H z - b the error is at most |r|_{A^-1} / |z|_H, since |H^-1 r|_H <= |r|_{A^-1}.
+        """
         solver, data = self.solver, self._u[group.start : group.stop]
         noise = system.prior_noise(group, self._like)
         if isinstance(solver, ConjugateGradients):
@@ -163,11 +182,12 @@ class SampledLaplace:
                 system.batches, z, solver, solver.rate or RATE / self._steepest(system), bound,
             )  # fmt: skip
         image = system.curvature(z)
-        function = self.layout.dots(z, image)
-        weight = self.layout.counts.to(z.device) - system.precision * self.layout.dots(z, z)
-        self.layout.add_(image, z, system.precision)
+        function, decay = self.layout.dots(z, image), system.precision * self.layout.dots(z, z)
         target = system.prior_noise(group, self._like).add_(data)
-        return function, weight, image.sub_(target).norm(dim=1) / target.norm(dim=1), steps
+        residual = self.layout.add_(image, z, system.precision).sub_(target)
+        error = (self.layout.dots(residual, residual) / system.precision).sum(1) / (function + decay).sum(1)
+        weight = self.layout.counts.to(z.device) - decay
+        return function, weight, residual.norm(dim=1) / target.norm(dim=1), error.sqrt(), steps
 
     def _steepest(self, system: System) -> float:
         """The largest eigenvalue of the H of the first batch: what limits a minibatch step."""
@@ -175,7 +195,7 @@ class SampledLaplace:
 
         def product(v: Tensor) -> Tensor:
             out = torch.zeros_like(v)
-            system.add_curvature_(out, v, batch, self.n_data / len(batch[1]))
+            system.add_curvature_(out, v, batch, 0, self.n_data / len(batch[1]))
             return self.layout.add_(out, v, system.precision)
 
         return largest_eigenvalue(product, self._like.expand(self.layout.size))
@@ -211,7 +231,9 @@ class SampledLaplace:
         """The log marginal likelihood, its determinant integrated over a ladder of `rungs_` precisions.
 
         at: log-likelihood and scatter of the linear model's mode, or of the network's weights as in
-        `MarginalLikelihood`. Standard error over samples; the bracket is that of the rule of integration.
+        `MarginalLikelihood`. Standard error over samples; the bracket is that of the rule of integration. With averaged
+        curvature it is the variational bound of the linear model's evidence: in place of log p at the centre it has
+        E_q log p + gamma / 2, the same number where log p is quadratic.
         """
         self._check_weights_of_fit()
         system, model = self.system(loader), LinearModel(self.system(loader), self.offset)
@@ -228,11 +250,16 @@ class SampledLaplace:
         means = torch.tensor(gammas, dtype=torch.float64).mean(0).tolist()
         each = torch.tensor([integral(factors, g, t) for g, t in zip(gammas, traces, strict=True)], dtype=torch.float64)
         theta = self.mode if at == "mode" else model.origin
-        log_likelihood = model.log_likelihood(model.outputs(theta))
+        outputs = model.outputs(theta)
+        log_likelihoods = model.log_likelihood(outputs).expand(self.samples)
+        if self.averaged:
+            log_likelihoods = model.log_likelihoods(outputs, self._samples) + 0.5 * self._function.sum(1)
+        log_likelihood = log_likelihoods.mean()
         scatter, log_det = (system.precision * model.squares(theta)).sum(), each.mean().to(self._like.device)
         known = (log_likelihood - 0.5 * scatter).item()
         low, high = bracket(factors, means, trace)
-        error = 0.5 * each.std().item() / self.samples**0.5 if self.samples > 1 else None
+        totals = log_likelihoods.cpu() - 0.5 * each
+        error = totals.std().item() / self.samples**0.5 if self.samples > 1 else None
         return LadderEvidence(
             log_likelihood, scatter, log_det, 1.0, "approximation", error, (known - 0.5 * high, known - 0.5 * low)
         )
@@ -242,7 +269,8 @@ class SampledLaplace:
         function, weight = self.effective_dimension("function"), self.effective_dimension("weight")
         assert self._mode is not None
         return {
-            "residuals": self._residuals.tolist(),  # |H z - b| / |b| of each sample
+            "residuals": self._residuals.tolist(),  # |H z - b| / |b| of each sample: mostly of the steepest directions
+            "errors": self._errors.tolist(),  # |z - H^-1 b|_H / |z|_H at most: in posterior standard deviations
             "steps": self._steps,
             "mode_steps": self._mode.steps,
             "mode_error": self._mode.error,
@@ -318,13 +346,3 @@ class SampledLaplace:
 
     def _placed(self, x: Any) -> Any:
         return map_inputs(lambda t: t.to(self._like.device), x)
-
-
-def _included(weights: dict[str, nn.Parameter], exclude: list[str]) -> dict[str, nn.Parameter]:
-    for pattern in exclude:
-        if not any(matches(name, [pattern]) for name in weights):
-            raise MarglikError(f"exclude pattern {pattern!r} fits no weight; there are {list(weights)}")
-    included = {name: w for name, w in weights.items() if not matches(name, exclude)}
-    if not included:
-        raise MarglikError(f"exclude={exclude} leaves no weights")
-    return included

@@ -11,11 +11,15 @@ the minimum of either of two objectives (Antoran et al. 2023):
 
 with Lambda_i eps_i = U_i xi_i, so that no inverse of Lambda is needed. They differ by a constant; their
 minibatch gradients differ in variance.
+
+Lambda is that of the network's outputs f, or the mean over deviations of them, 1/m sum_j Lambda(f + d_j): with
+d_j = J z_j of the samples themselves a fixed point is the Gaussian nearest to the linear model's posterior in
+KL(q || p), among those centred where it is, for which H = A + J^T E_q[Lambda] J (Opper and Archambeau 2009).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -46,6 +50,7 @@ class System:
     samples: int  # k
     seed: int  # of all noise: the same seed gives the same n and xi whatever the precision
     factor: float = 1.0
+    deviations: Sequence[Tensor] | None = None  # d of each batch [m, n, ...], over which the curvature is averaged
 
     def __post_init__(self) -> None:
         if iter(self.loader) is self.loader:
@@ -76,29 +81,41 @@ class System:
     # ----------------------------------------------------------------------------------------------------- products
 
     def add_curvature_(
-        self, out: Tensor, z: Tensor, batch: tuple[Any, Tensor], weight: float = 1.0, outputs: Tensor | None = None
-    ) -> Tensor:
-        """out += weight M_batch z; the curvature is that at the network's outputs, unless others are given.
-
-        Returns J z [k, n, ...].
-        """
+        self, out: Tensor, z: Tensor, batch: tuple[Any, Tensor], number: int, weight: float = 1.0,
+        outputs: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """out += weight M z of the batch with this number in the loader; outputs: where the curvature is, if given."""
         x, y = batch
         f, pushed = self.linear.jvp(x, z)
-        point = f if outputs is None else outputs
-        cotangents = self.curvature_scale * self.likelihood.hessian_product(point, y, pushed)
+        points = self._points(f, number) if outputs is None else [outputs]
+        cotangents = self._curved(points, y, pushed)
         self.linear.vjp_(x, lambda _: cotangents, out, weight)
-        return pushed
+
+    def _points(self, f: Tensor, number: int) -> list[Tensor]:
+        """The outputs over which a batch's curvature is averaged."""
+        return [f] if self.deviations is None else [f + d for d in self.deviations[number]]
+
+    def _curved(self, points: list[Tensor], y: Tensor, pushed: Tensor) -> Tensor:
+        """Lambda pushed [k, n, ...]."""
+        total = torch.zeros_like(pushed)
+        for point in points:
+            total += self.likelihood.hessian_product(point, y, pushed)
+        return self.curvature_scale / len(points) * total
 
     def curvature(self, z: Tensor, outputs: list[Tensor] | None = None) -> Tensor:
         """M z [k, P] over all data; `outputs`: of each batch, where the curvature is not at the network's own."""
         out = torch.zeros_like(z)
         for number, batch in enumerate(self.batches()):
-            self.add_curvature_(out, z, batch, outputs=None if outputs is None else outputs[number])
+            self.add_curvature_(out, z, batch, number, outputs=None if outputs is None else outputs[number])
         return out
 
     def product(self, z: Tensor, outputs: list[Tensor] | None = None) -> Tensor:
         """H z [k, P] over all data."""
         return self.layout.add_(self.curvature(z, outputs), z, self.precision)
+
+    def pushed(self, z: Tensor) -> list[Tensor]:
+        """J z of each batch [k, n, ...]: one pass."""
+        return [self.linear.jvp(x, z)[1] for x, _ in self.batches()]
 
     # -------------------------------------------------------------------------------------------------------- noise
 
@@ -127,8 +144,11 @@ class System:
     def _root_noise(self, y: Tensor, number: int, f: Tensor) -> Tensor:
         """U xi [k, n, ...] of a batch with outputs f: noise of covariance Lambda."""
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (number + 1))
-        xi = torch.randn(self.samples, *f.shape, generator=generator, dtype=f.dtype).to(f.device)
-        return self.curvature_scale**0.5 * self.likelihood.root_product(f, y, xi)
+        points, noise = self._points(f, number), torch.zeros(self.samples, *f.shape).to(f)
+        for point in points:
+            xi = torch.randn(noise.shape, generator=generator, dtype=f.dtype).to(f.device)
+            noise += self.likelihood.root_product(point, y, xi)
+        return (self.curvature_scale / len(points)) ** 0.5 * noise
 
     def prior_noise(self, samples: Iterable[int], like: Tensor) -> Tensor:
         """A^{1/2} n of the samples with these numbers, made anew from their seeds rather than kept."""
@@ -152,10 +172,10 @@ class System:
         x, y = batch
         out, weight = torch.zeros_like(z), self.n_data / len(y)
         if noise_in == "prior":
-            self.add_curvature_(out, z, batch, weight)
+            self.add_curvature_(out, z, batch, number, weight)
         else:
             f, pushed = self.linear.jvp(x, z)
             noise = self._root_noise(y, number, f)[samples.start : samples.stop]
-            cotangents = self.curvature_scale * self.likelihood.hessian_product(f, y, pushed) - noise
+            cotangents = self._curved(self._points(f, number), y, pushed) - noise
             self.linear.vjp_(x, lambda _: cotangents, out, weight)
         return self.layout.add_(out, z, self.precision).sub_(target)
