@@ -48,7 +48,9 @@ class Study:
     batch: int = 125
     rungs: int = 5
     n_test: int = 2000
-    precision: float = 1.0
+    precision: float = 1.0  # in training
+    start: float = 1.0  # precision from which EM steps start: few are taken, and systems of small ones take many passes
+    tolerance: float = 0.01  # relative residual of the samples
     exclude: tuple[str, ...] = ()
     depth: int = 10
     width: int = 0
@@ -56,11 +58,12 @@ class Study:
 
 STUDIES = {
     "digits": Study("digits", "mininet", 500, 300, 8, 100, 4, 250, batch=250),
-    "mnist": Study("mnist", "mininet", 1000, 60, 8, 80, 3, 250, batch=250, rungs=4, n_test=1000),
+    "mnist": Study("mnist", "mininet", 500, 60, 4, 60, 2, 250, batch=250, rungs=3, n_test=500, start=16, tolerance=0.03),
     "cifar10": Study(
-        "cifar10", "resnet_norm", 1000, 30, 4, 60, 2, 50, batch=100, rungs=2, n_test=500, exclude=("*norm*",), width=4
+        "cifar10", "resnet_norm", 200, 40, 4, 60, 1, 50, batch=100, rungs=2, n_test=250, exclude=("*norm*",), width=4,
+        start=64, tolerance=0.03,
     ),
-}
+}  # fmt: skip
 
 
 def study(settings: Study, data_root: str) -> dict[str, object]:
@@ -83,17 +86,17 @@ def study(settings: Study, data_root: str) -> dict[str, object]:
     optimizer.zero_grad(set_to_none=True)
     row: dict[str, object] = {"dataset": settings.dataset, "model": settings.model, "n_data": settings.n_data}
     row |= {"n_parameters": sum(p.numel() for p in model.parameters()), "samples": settings.samples}
-    row |= {"initial_precision": settings.precision}
+    row |= {"initial_precision": settings.precision, "start_precision": settings.start}
     row |= {f"precision_{name}": value for name, value in chosen_by_bounds(settings, model, data, prior).items()}
     x, y = data.x_test[: settings.n_test], data.y_test[: settings.n_test]
     with torch.no_grad():
         row |= scores("map", torch.cat([model(part) for part in x.split(CHUNK)]).unsqueeze(0), y)
     for curvature in CURVATURES:
         with torch.no_grad():
-            prior.log_precision.fill_(math.log(settings.precision))
+            prior.log_precision.fill_(math.log(settings.start))
         posterior = SampledLaplace(
             model, "classification", n_data=data.n_data, prior=prior, samples=settings.samples, curvature=curvature,
-            solver=ConjugateGradients(tolerance=0.01, max_iterations=settings.passes), together=settings.samples,
+            solver=ConjugateGradients(settings.tolerance, settings.passes), together=settings.samples,
             exclude=settings.exclude,
         )  # fmt: skip
         learned = learn(settings, posterior, loader, epoch_seconds) | predicted(posterior, x, y)

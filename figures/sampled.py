@@ -11,38 +11,40 @@ from ntkmarglik.records import Row
 from .style import COLOURS, rows_of, sheet
 
 PRECISIONS = {
-    "precision_sampled": ("precision by samples", COLOURS[0], "o"),
+    "outputs_precision": ("precision by samples", COLOURS[0], "o"),
+    "averaged_precision": ("precision by samples, averaged curvature", COLOURS[4], "D"),
     "precision_ntk": ("precision by the NTK bound", COLOURS[2], "s"),
     "precision_kfac": ("precision by KFAC", COLOURS[1], "^"),
     "initial_precision": ("precision in training", "#777777", "|"),
 }
 PREDICTIONS = {
     "map": ("network (MAP)", "#777777", "|"),
-    "initial_mc": ("samples, precision of training", COLOURS[4], "D"),
-    "mc": ("samples, learned precision", COLOURS[0], "o"),
-    "probit": ("probit, learned precision", COLOURS[3], "s"),
+    "outputs_mc": ("samples", COLOURS[0], "o"),
+    "averaged_mc": ("samples, averaged curvature", COLOURS[4], "D"),
 }
-
-CONVERGED = 0.05  # largest relative residual of samples that can be trusted
+PANELS = {
+    "log_likelihood": "test log-likelihood",
+    "joint": "joint test log-likelihood",
+    "ece": "test calibration error",
+}
+CONVERGED = 0.1  # largest error of samples that can be trusted, in posterior standard deviations
 
 
 def sampled(folder: Path, target: Path) -> None:
-    """Precision, test log-likelihood and calibration error, a line per data set."""
+    """Precision, log-likelihood of test labels alone and together, and calibration error: a line per data set."""
     rows = rows_of(folder, "sampled.csv")
-    with sheet(target, 1, 3, (3.2, 1.1 + 0.5 * len(rows))) as grid:
+    with sheet(target, 1, 1 + len(PANELS), (2.6, 1.2 + 0.5 * len(rows))) as grid:
         left, *others = grid[0]
         for y, row in enumerate(rows):
             for column, (label, colour, marker) in PRECISIONS.items():
                 shown = label if y == 0 else None
                 left.scatter(float(row[column]), y, color=colour, marker=marker, s=30, label=shown)
-            for axes, key in zip(others, ("log_likelihood", "ece"), strict=True):
+            for axes, key in zip(others, PANELS, strict=True):
                 for name, (label, colour, marker) in PREDICTIONS.items():
                     value, named = float(row[f"{name}_{key}"]), y == 0 and axes is others[0]
                     axes.scatter(value, y, color=colour, marker=marker, s=30, label=label if named else None)
         left.set_xscale("log")
-        for axes, title in zip(
-            grid[0], ("prior precision", "test log-likelihood", "test calibration error"), strict=True
-        ):
+        for axes, title in zip(grid[0], ("prior precision", *PANELS.values()), strict=True):
             names = [f"{row['dataset']}-{row['n_data']}\n{row['model']}{_warning(row)}" for row in rows]
             axes.set_yticks(range(len(rows)), names if axes is left else [""] * len(rows))
             axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -58,7 +60,8 @@ def sampled(folder: Path, target: Path) -> None:
 
 def _warning(row: Row) -> str:
     """What a reader has to know before anything else: samples that solve their systems badly say little."""
-    return "\nnot converged" if float(row["residual"]) > CONVERGED else ""
+    errors = [float(row[f"{curvature}_error"]) for curvature in ("outputs", "averaged")]
+    return "\nnot converged" if max(errors) > CONVERGED else ""
 
 
 FIGURES = {"sampled": sampled}

@@ -97,7 +97,9 @@ def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
     tiny = sampled.Study("digits", "mlp", 16, 1, 2, 2, 1, 8, batch=16, rungs=2, n_test=20, width=4)
     row = sampled.study(tiny, "data")
     assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
-    assert row["log_marglik_low"] < row["log_marglik"] < row["log_marglik_high"]
+    for curvature in sampled.CURVATURES:
+        low, value, high = (row[f"{curvature}_log_marglik{end}"] for end in ("_low", "", "_high"))
+        assert low < value < high
     for _ in range(2):
         sampled.write(row, tmp_path / "sampled.csv")
     assert len(read(tmp_path / "sampled.csv")) == 1
