@@ -33,8 +33,10 @@ class LinearModel:
         layout, prior = self.system.layout, self.system.prior
         weights = {name: w.detach() for name, w in self.system.linear.model.named_parameters()}
         self.origin = self._scaled(layout.flat(weights))
-        means = {name: _filled(prior.mean_of(name), weights[name]) for name in layout.pieces}
-        self.mean = self._scaled(layout.flat(means))
+        means = {name: prior.mean_of(name) for name in layout.pieces}
+        self.mean = torch.zeros(()).to(self.origin)  # mostly: no vector is kept for it
+        if any(isinstance(mean, Tensor) or mean != 0 for mean in means.values()):
+            self.mean = self._scaled(layout.flat({name: _filled(means[name], weights[name]) for name in means}))
 
     def _scaled(self, vector: Tensor) -> Tensor:
         scale = self.system.linear.scale
@@ -67,6 +69,14 @@ class LinearModel:
         vector = theta - self.origin if self.offset else theta
         f, pushed = self.system.linear.jvp(x, vector.unsqueeze(0))
         return f + pushed[0] if self.offset else pushed[0]
+
+    def directional(self, theta: Tensor, direction: Tensor, outputs: list[Tensor], pushed: list[Tensor]) -> float:
+        """Slope of the loss at theta along a direction with J direction = pushed: no pass, and no gradient is kept."""
+        prior = self.system.layout.dots((theta - self.mean).unsqueeze(0), direction.unsqueeze(0))[0]
+        total = (self.system.precision * prior).sum().item()
+        for h, p, (_, y) in zip(outputs, pushed, self.system.batches(), strict=True):
+            total += (self.slope(h, y).double() * p.double()).sum().item()
+        return total
 
     def slope(self, h: Tensor, y: Tensor) -> Tensor:
         """- d log p / dh / tau."""
@@ -116,13 +126,14 @@ def newton(model: LinearModel, theta: Tensor, settings: ConjugateGradients, prec
     while error > settings.tolerance and left > 0:
         steps += 1
         inner = replace(settings, tolerance=max(settings.tolerance, INEXACT), max_iterations=left)
-        gradient = model.gradient(theta, outputs)
-        direction = torch.zeros_like(gradient)
+        target = model.gradient(theta, outputs).neg_()
+        direction = torch.zeros_like(target)
         left -= 1 + conjugate_gradients(
-            lambda v: system.product(v, outputs), gradient.neg(), direction, inner, precondition  # noqa: B023
+            lambda v: system.product(v, outputs), target, direction, inner, precondition  # noqa: B023
         )  # fmt: skip
+        del target
         pushed = [p[0] for p in system.pushed(direction)]
-        slope = (gradient.double() * direction.double()).sum().item()
+        slope = model.directional(theta, direction[0], outputs, pushed)
         length = _line_search(model, theta, direction[0], outputs, pushed, slope)
         theta = theta + length * direction[0]
         outputs = [h + length * p for h, p in zip(outputs, pushed, strict=True)]

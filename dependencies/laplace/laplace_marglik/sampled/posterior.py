@@ -126,9 +126,8 @@ class SampledLaplace:
 
     def update_prior(self, loader: Loader, space: Space = "function") -> Tensor:
         """One EM step: the precision of each group from the samples and the mode, then both anew; returns it [G]."""
-        gamma, model = self.effective_dimension(space), LinearModel(self.system(loader), self.offset)
-        squares, counts = model.squares(self.mode), self.layout.counts.to(self._like.device)
-        new = mackay(gamma.groups, squares, counts)
+        gamma, counts = self.effective_dimension(space), self.layout.counts.to(self._like.device)
+        new = mackay(gamma.groups, LinearModel(self.system(loader), self.offset).squares(self.mode), counts)
         with torch.no_grad():
             known = self.prior.log_precision
             step = (new.log().to(known.dtype) - known).clamp(-LARGEST_STEP, LARGEST_STEP)
@@ -151,7 +150,7 @@ class SampledLaplace:
         self._function, self._weight, self._steps = torch.cat(functions), torch.cat(weights), max(steps)
         self._residuals, self._errors = torch.cat(residuals), torch.cat(errors)
         model = LinearModel(system, self.offset)
-        start = model.origin.clone() if self._mode is None else self._mode.theta
+        start = model.origin if self._mode is None else self._mode.theta
         if isinstance(self.solver, ConjugateGradients):
             self._mode = newton(model, start, self.solver, self._preconditioner(system))
         else:
