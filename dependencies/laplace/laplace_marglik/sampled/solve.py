@@ -15,6 +15,7 @@ from .system import NoiseIn
 
 Product = Callable[[Tensor], Tensor]
 POWER_ITERATIONS = 20
+PIECE = 2**16  # weights whose products are added up at once
 RATE = 0.5  # times 1 / lambda_max: Nesterov's method with momentum mu is stable below 2 (1 + mu) / (1 + 2 mu) > 1.3
 
 
@@ -140,11 +141,15 @@ def largest_eigenvalue(product: Product, like: Tensor, iterations: int = POWER_I
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(1, keepdim=True, dtype=torch.float64)
+    """Inner products [k, 1] in float64, in pieces: a product of all weights in float64 is three vectors more."""
+    total = torch.zeros(len(a), 1, dtype=torch.float64, device=a.device)
+    for part, other in zip(a.split(PIECE, 1), b.split(PIECE, 1), strict=True):
+        total += (part * other).sum(1, keepdim=True, dtype=torch.float64)
+    return total
 
 
 def _norm(a: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(a, dim=1, keepdim=True, dtype=torch.float64)
+    return _dot(a, a).sqrt()
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
