@@ -94,7 +94,7 @@ def test_files_are_short():
 
 
 def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
-    tiny = sampled.Study("digits", "mlp", 16, 1, 2, 2, 1, 8, batch=16, rungs=2, n_test=20, width=4)
+    tiny = sampled.Study("digits", "mlp", 16, 1, 2, 40, 1, 8, batch=16, rungs=2, n_test=20, width=4)
     row = sampled.study(tiny, "data")
     assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
     for curvature in sampled.CURVATURES:
