@@ -1,8 +1,9 @@
 """Learnable affine augmentation: images moved, turned, scaled and sheared within ranges that are hyperparameters."""
 
+import contextlib
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,7 @@ class AffineAugmentation(nn.Module):
             raise NtkMarglikError(f"init must be one number or six ({', '.join(RANGES)}), but has {len(start)}.")
         self.samples = samples
         self.flip = flip
+        self._share: tuple[int, int] | None = None
         self.eta = nn.Parameter(start)
         self.register_buffer("learned", learned, persistent=False)
         self.register_buffer("basis", generators(), persistent=False)
@@ -104,14 +106,30 @@ class AffineAugmentation(nn.Module):
         algebra = (self.draws(n, eta) * eta) @ self.basis.to(eta.dtype).flatten(1)
         theta = torch.linalg.matrix_exp(algebra.view(-1, 3, 3))[:, :2]
         if self.flip:
-            side = 2.0 * torch.randint(2, (len(theta), 1), device=eta.device) - 1
+            total, own = self._drawn(n)
+            side = 2.0 * torch.randint(2, (total * self.samples, 1), device=eta.device)[own] - 1
             mirror = torch.cat([side, torch.ones_like(side)], 1).to(eta.dtype)
             theta = theta * mirror.unsqueeze(2)
         return theta
 
     def draws(self, n: int, like: Tensor) -> Tensor:
         """The random directions eps [n * A, 6] of n images."""
-        return 2 * torch.rand(n * self.samples, len(RANGES), device=like.device, dtype=like.dtype) - 1
+        total, own = self._drawn(n)
+        return 2 * torch.rand(total * self.samples, len(RANGES), device=like.device, dtype=like.dtype)[own] - 1
+
+    def _drawn(self, n: int) -> tuple[int, slice]:
+        """For how many images to draw, and which of the draws are those of the n given."""
+        start, total = self._share or (0, n)
+        return total, slice(start * self.samples, (start + n) * self.samples)
+
+    @contextlib.contextmanager
+    def sharing(self, start: int, total: int) -> Iterator[None]:
+        """Images given inside are those from `start` on in a batch of `total`, and are moved as they would be in it."""
+        self._share = start, total
+        try:
+            yield
+        finally:
+            self._share = None
 
     @torch.no_grad()
     def project_(self) -> None:

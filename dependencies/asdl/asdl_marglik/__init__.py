@@ -19,8 +19,10 @@ from .network import (
 )
 from .part import Groups, Part, Settled
 from .plan import Plan, PlanChanged, make_plan
+from .ranks import Ranks, RanksError
 from .rules import Call, Rule, register
 from .selection import RootRows, Selection
+from .sharded import ShardedPasses
 from .statistics import Batch, Passes, augmented, statistics
 from .structure import STRUCTURES, Problem, parts_of
 
@@ -39,10 +41,13 @@ __all__ = [
     "Plan",
     "PlanChanged",
     "Problem",
+    "Ranks",
+    "RanksError",
     "RootRows",
     "Rule",
     "Selection",
     "Settled",
+    "ShardedPasses",
     "arrange",
     "augmented",
     "check_finite",

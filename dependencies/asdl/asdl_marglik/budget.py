@@ -36,7 +36,7 @@ def arrange(
     """
     memory = sum((part.memory(problem) for part in parts), Memory())
     inputs, outputs = problem.plan.bytes_of_uses
-    n_inputs = problem.n_data * problem.copies
+    n_inputs = problem.held * problem.copies
     seeds = problem.rows_per_datum if again else min(2, problem.rows_per_datum)
     per_input = problem.plan.bytes_per_input + seeds * outputs + memory.per_datum // problem.copies
     size = chunk or min(max(CHUNK_BYTES // per_input, SMALLEST_CHUNK), LARGEST_CHUNK)

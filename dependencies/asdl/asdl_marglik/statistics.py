@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Passes:
     differentiate_augmentation: bool = True
     fast: FastPaths = ALL
     reuse: bool = False  # keep the first pass: later evaluations only look at prior and likelihood
+    instead: Callable[..., tuple[list[Tensor], list[Tensor]]] | None = None  # of the second pass, with its arguments
     targets: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
     _fingerprints: list[Tensor] = field(default_factory=list)
@@ -76,6 +77,19 @@ class Passes:
     def rows_of_data(self) -> tuple[Tensor, Tensor]:
         """Targets and columns of all data seen."""
         return torch.cat(self.targets), torch.cat(self.columns)
+
+    @property
+    def batch_lengths(self) -> list[int]:
+        """Data points in each batch of the first pass."""
+        return [len(y) for y in self.targets]
+
+    def only(self, number: int, x: Inputs, y: Tensor) -> Passes:
+        """The second pass over one batch of the first."""
+        columns = self.columns[number]
+        return replace(
+            self, batches=lambda: [(x, y, columns)], n_data=len(y), seed=self.seed + number, targets=[y],
+            _fingerprints=[self._fingerprints[number]], _versions=self._current_versions(), instead=None,
+        )  # fmt: skip
 
     def augmented(self, x: Inputs, index: int) -> Inputs:
         """Copies [n, A, ...] of a batch, the same ones in both passes."""
@@ -124,7 +138,7 @@ class Passes:
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
                 inputs_finite.append(finite(x))
-                self._fingerprints.append(_fingerprint(x))
+                self._fingerprints.append(fingerprint(x))
                 self.targets.append(y)
                 self.columns.append(columns)
                 with torch.no_grad():
@@ -238,10 +252,10 @@ class Passes:
         """Whether this batch is that of the first pass, as a tensor: nobody waits for it."""
         if index >= len(self.targets) or self.targets[index].shape != y.shape:
             raise CurvatureError(_OTHER_BATCHES)
-        fingerprint = _fingerprint(x)
-        if fingerprint.shape != self._fingerprints[index].shape:
+        found = fingerprint(x)
+        if found.shape != self._fingerprints[index].shape:
             raise CurvatureError(_OTHER_BATCHES)
-        return (self.targets[index] == y).all() & (self._fingerprints[index] == fingerprint).all()
+        return (self.targets[index] == y).all() & (self._fingerprints[index] == found).all()
 
 
 _OTHER_BATCHES = (
@@ -270,7 +284,7 @@ class _TwoPasses(torch.autograd.Function):
         leaves = ctx.needs_input_grad[2:]
         if not any(leaves):
             return (None, precision_bar, *[None] * len(leaves))
-        network, augment = passes.second(f_bar, by_part, log_precision.detach())
+        network, augment = (passes.instead or passes.second)(f_bar, by_part, log_precision.detach())
         return (None, precision_bar, *network, *augment)
 
 
@@ -295,7 +309,7 @@ def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
     return copies
 
 
-def _fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
+def fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
     """A few entries of the inputs, by which to know them again."""
     flat = [t.detach().flatten() for t in tensors_of(x)]
     return torch.cat([t[:: max(1, t.numel() // entries)].double() for t in flat])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .chunk import Chunk, Form
 from .linalg import gram_of
+from .scratch import Scratch
 
 if TYPE_CHECKING:
     from .structure import Problem
@@ -50,8 +51,28 @@ class Store(ABC):
         """V P^-1 V^T [N, N] for a precision per element, V V^T without."""
 
     @abstractmethod
+    def cross(self, own: list[Tensor], others: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        """Some rows of the Gram matrix, with the columns of other data."""
+
+    @abstractmethod
+    def cotangents(
+        self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
+        scratch: Scratch | None = None, of_outputs: bool = True,
+    ) -> list[Tensor]:  # fmt: skip
+        """What `cross` sends back to `own`, from twice its symmetric cotangent; a sum over `others`.
+
+        scratch: where it may be put. of_outputs: whether anything depends on the output cotangents.
+        """
+
+    @abstractmethod
+    def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
+        """Give a chunk its part of the cotangents."""
+
     def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
         """Hand the chunk of data `own` its cotangents, from the symmetric cotangent of its rows of the Gram matrix."""
+        mine = [t[own] for t in kept]
+        options = {"scratch": chunk.scratch, "of_outputs": chunk.differentiable}
+        self.hand(chunk, self.cotangents(mine, kept, bar, inverse_precision, **options))  # type: ignore[arg-type]
 
 
 class Rows(Store):
@@ -83,12 +104,23 @@ class Rows(Store):
             return gram_of(v)
         return (v if inverse_precision is None else v * inverse_precision) @ v.mT
 
-    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
-        v = self.all_rows(kept)
-        rows_bar = torch.mm(bar, v, out=chunk.scratch.take(v, len(bar), v.shape[1]))
+    def cross(self, own: list[Tensor], others: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        v = self.all_rows(own)
+        return (v if inverse_precision is None else v * inverse_precision) @ self.all_rows(others).mT
+
+    def cotangents(
+        self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
+        scratch: Scratch | None = None, of_outputs: bool = True,
+    ) -> list[Tensor]:  # fmt: skip
+        v = self.all_rows(others)
+        rows_bar = torch.mm(bar, v, out=None if scratch is None else scratch.take(v, len(bar), v.shape[1]))
         if inverse_precision is not None:
             rows_bar *= inverse_precision
-        chunk.pull_rows(self.name, rows_bar.reshape(chunk.n, chunk.k, *chunk.plan.weights[self.name].shape))
+        return [rows_bar.view(len(own[0]), -1, v.shape[1])]
+
+    def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
+        shape = chunk.plan.weights[self.name].shape
+        chunk.pull_rows(self.name, cotangents[0].reshape(chunk.n, chunk.k, *shape))
 
 
 class HalfRows(Rows):
@@ -125,27 +157,37 @@ class Factors(Store):
         assert patches is not None
         return [patches.squeeze(2), positions.squeeze(3)]
 
-    def _products(self, kept: list[Tensor], own: slice) -> tuple[Tensor, Tensor]:
-        """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with all."""
-        a, g = kept
-        inputs = a[own].flatten(0, 1) @ a.flatten(0, 1).mT
-        outputs = g[own].flatten(0, 2) @ g.flatten(0, 2).mT
-        n, t, (k,) = len(a[own]), a.shape[1], g.shape[1:2]
-        return inputs.view(n, 1, t, len(a), 1, t), outputs.view(n, k, t, len(a), k, t)
+    def _products(self, own: list[Tensor], others: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with others."""
+        (a, g), (b, h) = own, others
+        inputs = a.flatten(0, 1) @ b.flatten(0, 1).mT
+        outputs = g.flatten(0, 2) @ h.flatten(0, 2).mT
+        n, t, (k,) = len(a), a.shape[1], g.shape[1:2]
+        return inputs.view(n, 1, t, len(b), 1, t), outputs.view(n, k, t, len(b), k, t)
 
     def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
-        inputs, outputs = self._products(kept, slice(None))
-        n, k = outputs.shape[:2]
-        return (inputs * outputs).sum((2, 5)).reshape(n * k, n * k)
+        return self.cross(kept, kept, inverse_precision)
 
-    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
-        a, g = kept
-        inputs, outputs = self._products(kept, own)
+    def cross(self, own: list[Tensor], others: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        inputs, outputs = self._products(own, others)
+        n, k, _, m = outputs.shape[:4]
+        return (inputs * outputs).sum((2, 5)).reshape(n * k, m * k)
+
+    def cotangents(
+        self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
+        scratch: Scratch | None = None, of_outputs: bool = True,
+    ) -> list[Tensor]:  # fmt: skip
+        a, g = others
+        inputs, outputs = self._products(own, others)
         n, k, t = outputs.shape[:3]
         bar = bar.view(n, k, 1, len(a), k, 1)
         a_bar = (bar * outputs).sum((1, 4)).reshape(n * t, -1) @ a.flatten(0, 1)
         g_bar = (bar * inputs).reshape(n * k * t, -1) @ g.flatten(0, 2)
-        chunk.pull_factors(self.name, "all", [(a_bar.view(n, t, 1, -1), g_bar.view(n, k, t, 1, -1))])
+        return [a_bar.view(n, t, -1), g_bar.view(n, k, t, -1)]
+
+    def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
+        a_bar, g_bar = cotangents
+        chunk.pull_factors(self.name, "all", [(a_bar.unsqueeze(2), g_bar.unsqueeze(3))])
 
 
 class SharedFactors(Factors):
@@ -172,20 +214,38 @@ class SharedFactors(Factors):
                 gram[own, :, i] = found.mT
         return gram.view(n * k, n * k)
 
-    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
-        a, g = kept
+    def cross(self, own: list[Tensor], others: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+        (a, g), (b, h) = own, others
+        (n, t, k), m = g.shape[:3], len(h)
+        found = g.new_empty(n, k, m, k)
+        for i in range(n):
+            for some in self._blocks(h, m):
+                with_i = (b[some].flatten(0, 1) @ a[i].mT @ g[i].flatten(1)).view(-1, k, g.shape[3])
+                products = with_i @ h[some].flatten(0, 1).mT  # [n' T, seeds of i, seeds of j]
+                found[i, :, some] = products.view(-1, t, k, k).sum(1).transpose(0, 1)
+        return found.view(n * k, m * k)
+
+    def cotangents(
+        self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
+        scratch: Scratch | None = None, of_outputs: bool = True,
+    ) -> list[Tensor]:  # fmt: skip
+        a, g = others
         n, t, k = g.shape[:3]
         bar = bar.view(-1, k, n, k)
-        a_bar, g_bar = (torch.zeros_like(f[own]) for f in kept)
-        for i, (a_i, g_i) in enumerate(zip(a[own], g[own], strict=True)):
-            for others in self._blocks(g, n):
+        a_bar, g_bar = (torch.zeros_like(f) for f in own)
+        for i, (a_i, g_i) in enumerate(zip(*own, strict=True)):
+            for some in self._blocks(g, n):
                 # cotangents of j, weighted for every seed of i [n', T, K, O]
-                weighted = (bar[i, :, others].transpose(0, 1).unsqueeze(1) @ g[others]).flatten(0, 1).flatten(1)
-                a_others = a[others].flatten(0, 1)
-                a_bar[i].addmm_(g_i.flatten(1) @ weighted.mT, a_others)
-                if chunk.differentiable:
-                    g_bar[i].view(t, -1).addmm_(a_i @ a_others.mT, weighted)
-        chunk.pull_factors(self.name, "all", [(a_bar.unsqueeze(2), g_bar.transpose(1, 2).unsqueeze(3))])
+                weighted = (bar[i, :, some].transpose(0, 1).unsqueeze(1) @ g[some]).flatten(0, 1).flatten(1)
+                a_some = a[some].flatten(0, 1)
+                a_bar[i].addmm_(g_i.flatten(1) @ weighted.mT, a_some)
+                if of_outputs:
+                    g_bar[i].view(t, -1).addmm_(a_i @ a_some.mT, weighted)
+        return [a_bar, g_bar]
+
+    def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
+        a_bar, g_bar = cotangents
+        super().hand(chunk, [a_bar, g_bar.transpose(1, 2)])
 
     def _step(self, g: Tensor) -> int:
         """Data points at once."""

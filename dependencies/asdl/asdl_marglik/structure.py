@@ -13,6 +13,8 @@ from .kernel import Gram
 from .kron import Kron, Setting
 from .part import Groups, Part
 from .plan import Plan
+from .ranks import Ranks
+from .sharded_kernel import ShardedGram
 from .stores import Factors, HalfRows, Rows, SharedFactors, Store
 
 EXACT_BLOCK = 1024  # a weight without a Kronecker form gets its exact block up to this side, else its diagonal
@@ -37,6 +39,12 @@ class Problem:
     granularity: Granularity = "module"
     half_rows: bool = False  # keep rows in half precision
     fast: FastPaths = ALL
+    ranks: Ranks | None = None  # that share the data points
+
+    @property
+    def held(self) -> int:
+        """Data points on this rank."""
+        return self.n_data if self.ranks is None else -(-self.n_data // self.ranks.size)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -67,7 +75,10 @@ def _keeps(problem: Problem, size: int) -> bool:
 
 
 def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
-    return Gram([_store(problem, name) for name in names], problem.groups, packed=problem.fast.packed_kernels)
+    stores, packed = [_store(problem, name) for name in names], problem.fast.packed_kernels
+    if problem.ranks is None:
+        return Gram(stores, problem.groups, packed=packed)
+    return ShardedGram(stores, problem.groups, problem.ranks, problem.n_data, packed=packed)
 
 
 def _store(problem: Problem, name: str) -> Store:

@@ -1,5 +1,7 @@
 """Marginal likelihoods of neural networks from blocks of data, differentiable in every hyperparameter."""
 
+from asdl_marglik import Ranks, RanksError
+
 from .block_gradient import evidence_by_blocks
 from .clml import ConditionalScore, clml
 from .covariance import LowRankCovariance
@@ -28,5 +30,5 @@ __all__ = [
     "Bernoulli", "Block", "Bounds", "Categorical", "ClassPartition", "ConditionalScore", "DataEmphasizedELBO",
     "DiagonalLaplace", "DiagonalLikelihood", "Evidence", "FixedPosterior", "FromLogProb", "Gaussian", "GaussianPrior",
     "HeteroscedasticGaussian", "Likelihood", "LowRankCovariance", "MarginalLikelihood", "MarglikError", "Partition",
-    "Poisson", "Posterior", "SampledLaplace", "SpectralMarginalLikelihood", "Spectrum", "clml", "evidence_by_blocks",
+    "Poisson", "Posterior", "Ranks", "RanksError", "SampledLaplace", "SpectralMarginalLikelihood", "Spectrum", "clml", "evidence_by_blocks",
 ]  # fmt: skip

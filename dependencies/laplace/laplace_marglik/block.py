@@ -8,7 +8,9 @@ import torch
 from asdl_marglik import Passes, Settled
 from torch import Tensor
 
+from .errors import MarglikError
 from .evidence import Status
+from .likelihood import Likelihood
 
 
 @dataclass
@@ -30,6 +32,15 @@ class PreparedBlock:
     @property
     def n_blocks(self) -> float:
         return self.n_data_blocks * self.n_column_blocks
+
+    def log_prob_of(self, f: Tensor, likelihood: Likelihood) -> Tensor:
+        """log p(y | f) of all data in the block."""
+        each = likelihood.log_prob(f.double().reshape(-1, *self.shape), self.passes.rows_of_data[0])
+        if not each.isfinite().all():
+            raise MarglikError(
+                f"the log-likelihood of datum {int((~each.isfinite()).nonzero()[0])} is not finite; check its target"
+            )
+        return each.sum()
 
 
 def status_of(structure: str, true_root: bool, *, everything: bool) -> Status:

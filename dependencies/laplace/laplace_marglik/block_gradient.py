@@ -11,7 +11,7 @@ Steps of one round share G, so that a step costs as much as its block (after Imm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,31 +23,27 @@ from .evidence import Evidence
 from .marglik import MarginalLikelihood
 
 
-class BlockPasses(Passes):
-    """A first pass over all blocks that is kept, and second passes over the next block only, times N/S."""
+@dataclass
+class _Turns:
+    """All data in blocks, of which each second pass takes the next."""
 
+    whole: Passes
     blocks: Sequence[tuple[Any, Tensor]]
     order: Iterator[int]
 
     def second(
         self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        number = next(self.order)
-        (x, y), columns = self.blocks[number], self.columns[number]
-        start = sum(len(targets) for targets in self.targets[:number])
-        own = slice(start, start + len(y))
-        # the seed of the block's augmentation in the first pass
-        passes = Passes(**{f.name: getattr(self, f.name) for f in fields(Passes)})
-        passes = replace(
-            passes, batches=lambda: [(x, y, columns)], n_data=len(y), seed=self.seed + number, targets=[y],
-            _fingerprints=[self._fingerprints[number]], _versions=self._current_versions(),
-        )  # fmt: skip
+        """Gradients of the next block, times N/S, from the cotangents of all data."""
+        number, lengths = next(self.order), self.whole.batch_lengths
+        own = slice(sum(lengths[:number]), sum(lengths[: number + 1]))
         chosen = [
             [bar[own] if kind == "rows" else bar for bar, kind in zip(part_bars, part.kinds, strict=True)]
-            for part, part_bars in zip(self.parts, bars, strict=True)
+            for part, part_bars in zip(self.whole.parts, bars, strict=True)
         ]
-        found = passes.second(None if f_bar is None else f_bar[own], chosen, log_precision)
-        scale = self.n_data / len(y)
+        block = self.whole.only(number, *self.blocks[number])
+        found = block.second(None if f_bar is None else f_bar[own], chosen, log_precision)
+        scale = sum(lengths) / lengths[number]
         network, augment = ([scale * gradient for gradient in part] for part in found)
         return network, augment
 
@@ -66,9 +62,8 @@ def evidence_by_blocks(
                 f"gradients by blocks need a curvature that is a sum over data (kfac, diag), but that of "
                 f"{part.names[0]} is a kernel; use ml.full_batch"
             )
-    passes = BlockPasses(**{f.name: getattr(whole.passes, f.name) for f in fields(Passes)})
-    passes.blocks, passes.order, passes.reuse = blocks, _rounds(len(blocks), generator), True
-    whole.passes = passes
+    whole.passes.reuse = True
+    whole.passes.instead = _Turns(whole.passes, blocks, _rounds(len(blocks), generator)).second
     return lambda: ml._evidence(whole)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ from asdl_marglik import (
     Plan,
     PlanChanged,
     Problem,
+    Ranks,
+    ShardedPasses,
     augmented,
     check_weights,
     evaluating,
@@ -62,7 +65,7 @@ class MarginalLikelihood:
     memory_budget: bytes an estimate may take besides model and data; what is left of it saves recomputation (default:
     half of the free memory, used sparingly). row_dtype: torch.float16 keeps rows of a kernel in half precision, each
     with a scale of its own. chunk: inputs per forward pass (default: from the size of activations). generator: source
-    of columns and augmentations.
+    of columns and augmentations. ranks: processes that share every block; all are given the same one.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class MarginalLikelihood:
         hyper: Iterable[str] = (), kfac: Literal["expand", "reduce"] = "expand",
         blocks: Literal["module", "tensor"] = "module", memory_budget: float | None = None,
         row_dtype: torch.dtype | None = None, chunk: int | None = None, generator: torch.Generator | None = None,
+        ranks: Ranks | None = None,
     ):  # fmt: skip
         for name, value, choices in (
             ("structure", structure, tuple(STRUCTURES)), ("columns", columns, ("shared", "iid")),
@@ -91,7 +95,7 @@ class MarginalLikelihood:
         if row_dtype not in (None, torch.float16):
             raise MarglikError(f"row_dtype must be torch.float16, or None for the dtype of the model, got {row_dtype}")
         self.memory_budget, self.row_dtype, self._fast = memory_budget, row_dtype, ALL
-        self.hyper = tuple(hyper)
+        self.hyper, self.ranks = tuple(hyper), ranks
         self._hyper_in_network = hyperparameters_in(model, self.hyper)
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self._plan: Plan | None = None
@@ -213,7 +217,7 @@ class MarginalLikelihood:
     def _problem(self, plan: Plan, n: int, k: int, copies: int) -> Problem:
         seeds = seeds_per_datum(self._rows(plan, k), k)
         half = self.row_dtype is not None
-        return Problem(plan, self.prior.groups, n, seeds, copies, self.kfac, self.blocks, half, self._fast)
+        return Problem(plan, self.prior.groups, n, seeds, copies, self.kfac, self.blocks, half, self._fast, self.ranks)
 
     @property
     def _budget(self) -> Budget:
@@ -284,7 +288,8 @@ class MarginalLikelihood:
         again = torch.is_grad_enabled() and not reuse and bool(leaves or in_augment)
         arrangement = self._budget.arrange(problem, parts, again=again)
         self._budget.check(self.structure, problem, arrangement, again=again)
-        return Passes(
+        kind = Passes if self.ranks is None else partial(ShardedPasses, ranks=self.ranks)
+        return kind(
             plan, parts, self._rows(plan, k), batches, self.augment, n_data=n, seed=self._seed(), fast=self._fast,
             arrangement=arrangement, network_leaves=leaves,
             hyper_in_network=bool(in_network), differentiate_augmentation=not reuse, reuse=reuse,
@@ -310,17 +315,8 @@ class MarginalLikelihood:
                 mixing = passes.rule.weights(f, *passes.rows_of_data)
                 block.log_dets = [p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)]
                 keep = self.likelihood.constant_log_prob and self._fast.kept_log_prob
-                block.f, block.log_prob = f, self._log_prob(block, f) if keep else None
+                block.f, block.log_prob = f, block.log_prob_of(f, self.likelihood) if keep else None
         return lambda: self._evidence(block)
-
-    def _log_prob(self, block: PreparedBlock, f: Tensor) -> Tensor:
-        """log p(y | f) of all data in the block."""
-        each = self.likelihood.log_prob(f.double().reshape(-1, *block.shape), block.passes.rows_of_data[0])
-        if not each.isfinite().all():
-            raise MarglikError(
-                f"the log-likelihood of datum {int((~each.isfinite()).nonzero()[0])} is not finite; check its target"
-            )
-        return each.sum()
 
     def _evidence(self, block: PreparedBlock) -> Evidence:
         passes, log_precision = block.passes, self.prior.log_precision
@@ -333,7 +329,7 @@ class MarginalLikelihood:
             f, parts = statistics(passes, log_precision)
             mixing = passes.rule.weights(f, *passes.rows_of_data)
             log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
-        log_prob = self._log_prob(block, f) if block.log_prob is None else block.log_prob
+        log_prob = block.log_prob_of(f, self.likelihood) if block.log_prob is None else block.log_prob
         return Evidence(
             log_likelihood=block.n_data_blocks * log_prob * torch.exp(-self.likelihood.log_temperature.double()),
             scatter=self.prior.scatter(block.squares),
