@@ -7,8 +7,10 @@ shared with the same block on one process.
 import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
+from asdl_marglik import CurvatureError
 from cases import CASES, seeded
 from laplace_marglik import (
     DataEmphasizedELBO,
@@ -27,13 +29,15 @@ STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 PICTURES = ("mininet", "fixup", "wide")
 
 
-def close(found, expected, what):
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10, msg=lambda m: f"{what}: {m}")
+def close(found, expected, what, rtol=1e-9):
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol / 10, msg=lambda m: f"{what}: {m}")
 
 
 def wide():
     """A network whose rows are kept as factors."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(144, 12), nn.Tanh(), nn.Linear(12, 3)), torch.randn(5, 1, 12, 12).double()
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 12), nn.Tanh(), nn.Linear(12, 3)), torch.randn(
+        5, 1, 12, 12
+    ).double()
 
 
 def case(name):
@@ -70,6 +74,83 @@ def check_estimates(ranks):
                     expected, found = (estimates(r, name, structure, **options) for r in (None, ranks))
                     for e, f in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
                         close(f, e, f"{structure} {name} {options}")
+
+
+def pictures(n=7):
+    model, x, y = case("mininet")
+    x, y = torch.cat([x, -x])[:n], torch.cat([y, y])[:n]
+    return model, list(zip(x.split(3), y.split(3), strict=True))  # the last batch has one datum
+
+
+def by_blocks(ranks, structure):
+    """Gradients in the augmentation of one block after the other."""
+    model, batches = pictures()
+    ml = MarginalLikelihood(
+        model, "classification", n_data=7, prior=GaussianPrior(model, "layerwise", 0.3), structure=structure,
+        augment=AffineAugmentation(2, init=0.2).double(), ranks=ranks, generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+    evaluate = evidence_by_blocks(ml, batches, torch.Generator().manual_seed(2))
+    return [g for _ in batches for g in torch.autograd.grad(evaluate().total, ml.hyperparameters())]
+
+
+def check_blocks(ranks):
+    for structure in ("kfac", "diag"):
+        for e, f in zip(by_blocks(None, structure), by_blocks(ranks, structure), strict=True):
+            close(f, e, f"{structure} by blocks")
+
+
+def samples(ranks, solver, scaling):
+    model, batches = pictures()
+    posterior = SampledLaplace(
+        model, "classification", n_data=7, prior=GaussianPrior(model, "layerwise", 0.3), samples=3, solver=solver,
+        scaling=scaling, ranks=ranks, generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+    precision = posterior.fit(batches).update_prior(batches)
+    return precision, posterior.weight_samples, posterior.mode, posterior.log_evidence(batches, rungs_=3).total
+
+
+def check_samples(ranks):
+    for solver, scaling in (
+        (ConjugateGradients(1e-12, 6), "none"), (ConjugateGradients(1e-12, 6, rows=4), "g-prior"),
+        (Sgd(3), "none"), (Sgd(3, noise_in="data"), "g-prior"),
+    ):  # fmt: skip
+        expected, found = (samples(r, solver, scaling) for r in (None, ranks))
+        for e, f in zip(expected, found, strict=True):
+            close(f, e, f"{solver} {scaling}", rtol=1e-6)
+
+
+def check_elbo(ranks):
+    found = []
+    for r in (None, ranks):
+        model, batches = pictures()
+        generator = torch.Generator().manual_seed(1)
+        augment = AffineAugmentation(2, init=0.2).double()
+        elbo = DataEmphasizedELBO(
+            model, "classification", n_data=7, prior=GaussianPrior(model), augment=augment, generator=generator
+        )
+        bounds = elbo.evaluate(batches, samples=3, ranks=r)
+        found.append(torch.stack([bounds.elbo.total, bounds.de_elbo.total]))
+    close(found[1], found[0], "bounds")
+
+
+def check_refusals(ranks):
+    """Mistakes are reported on all ranks, and leave no rank waiting."""
+    model, batches = pictures()
+
+    def estimate(seed=0, **options):
+        generator = torch.Generator().manual_seed(seed)
+        ml = MarginalLikelihood(
+            model, "classification", n_data=7, prior=GaussianPrior(model), ranks=ranks, generator=generator
+        )
+        return ml.full_batch(options.get("batches", batches)) if "x" not in options else ml(*options["x"])
+
+    for options, words in (
+        ({"seed": ranks.rank}, "different blocks"),
+        ({"x": [t[:1] for t in batches[0]]}, "cannot be shared"),
+        ({"batches": batches[:2]}, "6 data points in all"),
+    ):
+        with pytest.raises(CurvatureError, match=words):
+            estimate(**options)
 
 
 def main():

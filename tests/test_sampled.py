@@ -114,12 +114,12 @@ def test_both_objectives_have_the_gradient_of_the_system(exact):
     prior_noise = system.prior_noise(range(4), exact.w)
     whole = {}
     for noise_in, target in (("prior", prior_noise + posterior._u), ("data", prior_noise)):
-        parts = [system.gradient(z, b, i, range(4), target, noise_in) for i, b in enumerate(system.batches())]
+        parts = [system.gradient(z, b, range(4), target, noise_in) for b in system.batches()]
         whole[noise_in] = torch.stack(parts).mean(0)
     torch.testing.assert_close(whole["prior"], whole["data"])
     torch.testing.assert_close(whole["prior"], z @ exact.h - prior_noise - posterior._u)
     for noise_in, target in (("prior", (prior_noise + posterior._u)[1:3]), ("data", prior_noise[1:3])):
-        parts = [system.gradient(z[1:3], b, i, range(1, 3), target, noise_in) for i, b in enumerate(system.batches())]
+        parts = [system.gradient(z[1:3], b, range(1, 3), target, noise_in) for b in system.batches()]
         torch.testing.assert_close(torch.stack(parts).mean(0), whole["prior"][1:3])
 
 
@@ -131,9 +131,9 @@ def test_gradient_noise_is_as_predicted():
     u, target = system.data_noise(exact.w[:1]), system.prior_noise(range(k), exact.w)
     z = torch.linalg.solve(exact.h, (target + u).mT).mT
     decay, moments = z * exact.a().detach(), {"prior": [], "data": []}
-    for i, batch in enumerate(system.batches()):
+    for batch in system.batches():
         for noise_in, own in (("prior", target + u), ("data", target)):
-            g = (system.gradient(z, batch, i, range(k), own, noise_in) - decay + own) / N
+            g = (system.gradient(z, batch, range(k), own, noise_in) - decay + own) / N
             moments[noise_in].append(g.square().sum(1).mean())
     inverse = exact.h.inverse()
     reduced = torch.stack([(m @ m @ inverse).trace() for m in exact.each])

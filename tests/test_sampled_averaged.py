@@ -28,15 +28,13 @@ def fitted():
 def test_products_and_noise_have_the_mean_curvature(fitted):
     exact, posterior = fitted
     system, z = posterior.system(exact.loader), torch.randn(3, len(exact.w), dtype=torch.float64)
-    m = averaged_curvature(exact, torch.cat(list(system.deviations), 1))
+    m = averaged_curvature(exact, torch.cat(list(system.deviations.values()), 1))
     torch.testing.assert_close(system.curvature(z), z @ m)
     u = system.data_noise(exact.w[:1])
     scale = m.diagonal().sqrt()
     assert ((u.mT @ u / K - m) / (scale.unsqueeze(0) * scale.unsqueeze(1))).abs().max() < 6 / K**0.5
     for noise_in, target in (("prior", u), ("data", torch.zeros_like(u))):
-        parts = [
-            system.gradient(z, batch, i, range(3), target[:3], noise_in) for i, batch in enumerate(system.batches())
-        ]
+        parts = [system.gradient(z, batch, range(3), target[:3], noise_in) for batch in system.batches()]
         expected = z @ (m + torch.diag(exact.a().detach())) - u[:3]
         torch.testing.assert_close(torch.stack(parts).mean(0), expected)
 
@@ -57,7 +55,7 @@ def test_the_evidence_is_a_higher_bound_than_that_of_the_laplace_posterior(fitte
     """E_q log p - KL(q || prior), by matrices, of the Gaussian of the samples and of the Laplace approximation."""
     exact, posterior = fitted
     found = posterior.log_evidence(exact.loader, at="weights", rungs_=13)
-    m = averaged_curvature(exact, torch.cat(list(posterior.system(exact.loader).deviations), 1))
+    m = averaged_curvature(exact, torch.cat(list(posterior.system(exact.loader).deviations.values()), 1))
     a, values = exact.a().detach(), []
     for h in (m + torch.diag(a), exact.h):
         root = torch.linalg.cholesky(h)

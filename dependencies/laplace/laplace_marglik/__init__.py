@@ -30,5 +30,6 @@ __all__ = [
     "Bernoulli", "Block", "Bounds", "Categorical", "ClassPartition", "ConditionalScore", "DataEmphasizedELBO",
     "DiagonalLaplace", "DiagonalLikelihood", "Evidence", "FixedPosterior", "FromLogProb", "Gaussian", "GaussianPrior",
     "HeteroscedasticGaussian", "Likelihood", "LowRankCovariance", "MarginalLikelihood", "MarglikError", "Partition",
-    "Poisson", "Posterior", "Ranks", "RanksError", "SampledLaplace", "SpectralMarginalLikelihood", "Spectrum", "clml", "evidence_by_blocks",
+    "Poisson", "Posterior", "Ranks", "RanksError", "SampledLaplace", "SpectralMarginalLikelihood", "Spectrum", "clml",
+    "evidence_by_blocks",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from asdl_marglik import augmented, evaluating, hyperparameters_in, map_inputs, tensors_of, trainable
+from asdl_marglik import Ranks, augmented, evaluating, hyperparameters_in, map_inputs, tensors_of, trainable
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -144,8 +144,13 @@ class DataEmphasizedELBO:
             return torch.stack([self.likelihood.predict(f) for f in draws]).mean(0)
 
     @torch.no_grad()
-    def evaluate(self, loader: Iterable[tuple[Any, Tensor]], *, samples: int = 10) -> Bounds:
-        """Both bounds for all N data, averaged over draws of the weights; the loader is read once, in any order."""
+    def evaluate(
+        self, loader: Iterable[tuple[Any, Tensor]], *, samples: int = 10, ranks: Ranks | None = None
+    ) -> Bounds:
+        """Both bounds for all N data, averaged over draws of the weights; the loader is read once, in any order.
+
+        ranks: processes that take its batches in turn; all are given the same.
+        """
         if samples < 1:
             raise MarglikError(f"samples must be at least 1, got {samples}")
         seeds = [self._seed() for _ in range(samples)]
@@ -153,15 +158,17 @@ class DataEmphasizedELBO:
         posterior, scale = self.fixed_posterior(), self._likelihood_scale()
         generator = torch.Generator(self.generator.device)
         with evaluating(self.model):
-            for x, y in loader:
+            for number, (x, y) in enumerate(loader):
                 x, y = self._placed(x), self._placed(y)
                 self._check_batch(x, y)
-                for draw, seed in enumerate(seeds):
+                for draw, seed in enumerate(seeds if ranks is None or ranks.owns(number) else ()):
                     f = self._outputs(posterior.sample(generator.manual_seed(seed)), x, seed + count)
                     sums[draw] += scale * self.likelihood.log_prob(f.double(), y).sum().cpu()
                 count += len(y)
         if count != self.n_data:
             raise MarglikError(f"the loader gave {count} data points, but n_data={self.n_data}; it must give each once")
+        if ranks is not None:
+            sums = ranks.sum(sums.to(self.width.raw_sigma.device), "bounds of all data").cpu()
         return self._bounds(sums)
 
     def fixed_posterior(self) -> FixedPosterior:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .solve import RATE, ConjugateGradients, Sgd, conjugate_gradients, largest_eigenvalue, nesterov
-from .system import System
+from .system import Portion, System
 
 INEXACT = 0.1  # relative residual of a Newton system: its error is mended by the next step
 
@@ -52,18 +52,19 @@ class LinearModel:
         likelihood = self.system.likelihood
         total = torch.zeros((), dtype=torch.float64, device=self.mean.device)
         with torch.no_grad():
-            for h, (_, y) in zip(outputs, self.system.batches(), strict=True):
-                total += likelihood.log_prob(h.double(), y).sum()
+            for h, batch in zip(outputs, self.system.batches(), strict=True):
+                total += likelihood.log_prob(h.double(), batch.y).sum()
+            self.system.over_ranks_(total, "log-likelihood of the linear model")
             return total * torch.exp(-likelihood.log_temperature.double())
 
     def log_likelihoods(self, outputs: list[Tensor], z: Tensor) -> Tensor:
         """sum_i log p(y_i | h_i + J_i z_j) / tau of each deviation z [k, P] of the weights [k]; one pass."""
-        moved = [h + d for h, d in zip(outputs, self.system.pushed(z), strict=True)]
+        moved = [h + d for h, d in zip(outputs, self.system.pushed(z).values(), strict=True)]
         return torch.stack([self.log_likelihood([h[j] for h in moved]) for j in range(len(z))])
 
     def outputs(self, theta: Tensor) -> list[Tensor]:
         """h(theta) of each batch; one pass."""
-        return [self._outputs(theta, x) for x, _ in self.system.batches()]
+        return [self._outputs(theta, batch.x) for batch in self.system.batches()]
 
     def _outputs(self, theta: Tensor, x: Any) -> Tensor:
         vector = theta - self.origin if self.offset else theta
@@ -73,10 +74,11 @@ class LinearModel:
     def directional(self, theta: Tensor, direction: Tensor, outputs: list[Tensor], pushed: list[Tensor]) -> float:
         """Slope of the loss at theta along a direction with J direction = pushed: no pass, and no gradient is kept."""
         prior = self.system.layout.dots((theta - self.mean).unsqueeze(0), direction.unsqueeze(0))[0]
-        total = (self.system.precision * prior).sum().item()
-        for h, p, (_, y) in zip(outputs, pushed, self.system.batches(), strict=True):
-            total += (self.slope(h, y).double() * p.double()).sum().item()
-        return total
+        total = torch.zeros((), dtype=torch.float64, device=theta.device)
+        for h, p, batch in zip(outputs, pushed, self.system.batches(), strict=True):
+            total += (self.slope(h, batch.y).double() * p.double()).sum()
+        self.system.over_ranks_(total, "slope of the linear model")
+        return (total + (self.system.precision * prior).sum()).item()
 
     def slope(self, h: Tensor, y: Tensor) -> Tensor:
         """- d log p / dh / tau."""
@@ -89,20 +91,21 @@ class LinearModel:
     def gradient(self, theta: Tensor, outputs: list[Tensor]) -> Tensor:
         """Gradient [1, P] of the loss over all data."""
         out = torch.zeros_like(theta).unsqueeze(0)
-        for h, (x, y) in zip(outputs, self.system.batches(), strict=True):
-            slope = self.slope(h, y).unsqueeze(0)
-            self.system.linear.vjp_(x, lambda _, slope=slope: slope, out)  # type: ignore[misc]
+        for h, batch in zip(outputs, self.system.batches(), strict=True):
+            slope = self.slope(h, batch.y).unsqueeze(0)
+            self.system.linear.vjp_(batch.x, lambda _, slope=slope: slope, out)  # type: ignore[misc]
         return self._with_prior(out, theta)
 
-    def batch_gradient(self, theta: Tensor, batch: tuple[Any, Tensor]) -> Tensor:
+    def batch_gradient(self, theta: Tensor, batch: Portion) -> Tensor:
         """An unbiased estimate [1, P] of the gradient from one batch."""
-        x, y = batch
-        slope = self.slope(self._outputs(theta[0], x), y).unsqueeze(0)
         out = torch.zeros_like(theta)
-        self.system.linear.vjp_(x, lambda _: slope, out, self.system.n_data / len(y))
+        if len(batch.y):
+            slope = self.slope(self._outputs(theta[0], batch.x), batch.y).unsqueeze(0)
+            self.system.linear.vjp_(batch.x, lambda _: slope, out, self.system.n_data / batch.total)
         return self._with_prior(out, theta[0])
 
     def _with_prior(self, out: Tensor, theta: Tensor) -> Tensor:
+        self.system.over_ranks_(out, "gradient of the linear model")
         return self.system.layout.add_(out, (theta - self.mean).unsqueeze(0), self.system.precision)
 
 
@@ -132,7 +135,7 @@ def newton(model: LinearModel, theta: Tensor, settings: ConjugateGradients, prec
             lambda v: system.product(v, outputs), target, direction, inner, precondition  # noqa: B023
         )  # fmt: skip
         del target
-        pushed = [p[0] for p in system.pushed(direction)]
+        pushed = [p[0] for p in system.pushed(direction).values()]
         slope = model.directional(theta, direction[0], outputs, pushed)
         length = _line_search(model, theta, direction[0], outputs, pushed, slope)
         theta = theta + length * direction[0]
@@ -166,12 +169,12 @@ def _line_search(
 def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
     """Nesterov steps on minibatches; the curvature that limits their size is that of undecided outputs too."""
     system = model.system
-    batch = next(system.batches())
-    weight, f = system.n_data / len(batch[1]), system.linear.outputs(batch[0])
+    batch = next(system.whole_batches())
+    weight, f = system.n_data / batch.total, system.linear.outputs(batch.x)
 
     def product(v: Tensor, point: Tensor) -> Tensor:
         out = torch.zeros_like(v)
-        system.add_curvature_(out, v, batch, 0, weight, point)
+        system.add_curvature_(out, v, batch, weight, point)
         return system.layout.add_(out, v, system.precision)
 
     steepest = max(largest_eigenvalue(lambda v: product(v, p), theta) for p in (f, torch.zeros_like(f)))  # noqa: B023
@@ -179,7 +182,7 @@ def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
     first = model.gradient(theta, model.outputs(theta)).norm().item()
     moved = theta.unsqueeze(0).clone()
     bound = torch.full((1, 1), settings.clip * first, dtype=torch.float64, device=theta.device)
-    steps = nesterov(lambda z, b, _: model.batch_gradient(z, b), system.batches, moved, settings, rate, bound)
+    steps = nesterov(model.batch_gradient, system.steps, moved, settings, rate, bound)
     last = model.gradient(moved[0], model.outputs(moved[0])).norm().item()
     return Mode(moved[0], steps, last / max(first, 1e-300))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from asdl_marglik import check_weights, map_inputs, trainable
+from asdl_marglik import Ranks, check_weights, map_inputs, trainable
 from torch import Tensor, nn
 
 from ..errors import MarglikError
@@ -53,6 +53,7 @@ class SampledLaplace:
     outputs of the samples before. Where the network is sure of its training data Lambda almost vanishes there, and
     samples of the former do not fit the data that the network fits; those of the latter do. It keeps k N C outputs.
     together: samples in one vectorised pass; more is faster for small networks and needs the activations of as many.
+    ranks: processes that share every batch; all are given the same loader and hold all samples.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class SampledLaplace:
         prior: GaussianPrior, samples: int = 8, solver: str | Solver = "cg",
         scaling: Literal["none", "g-prior"] = "none", exclude: Iterable[str] = (), hyper: Iterable[str] = (),
         curvature: Literal["outputs", "averaged"] = "outputs", offset: bool = True, together: int = 1,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | None = None, ranks: Ranks | None = None,
     ):  # fmt: skip
         for name, number in (("n_data", n_data), ("samples", samples), ("together", together)):
             if number < 1:
@@ -75,6 +76,7 @@ class SampledLaplace:
         )  # fmt: skip
         self.averaged = curvature == "averaged"
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
+        self.ranks = ranks
         weights = included(trainable(model, hyper), list(exclude))
         prior.deviations(weights)  # refuses a prior for another model
         self.layout = Layout(weights, prior.groups, prior.log_precision.numel())
@@ -82,7 +84,7 @@ class SampledLaplace:
         self._like = next(iter(weights.values())).detach().flatten()[:1]
         self._z: Tensor | None = None
         self._mode: Mode | None = None
-        self._deviations: list[Tensor] | None = None
+        self._deviations: dict[int, Tensor] | None = None
         self._seed = 0
 
     # ---------------------------------------------------------------------------------------------------- inference
@@ -139,7 +141,7 @@ class SampledLaplace:
         """The linear system of the samples, at the present weights and precision."""
         return System(
             self.linear, self.likelihood, self.prior, loader, self.n_data, self.samples, self._seed,
-            deviations=self._deviations,
+            deviations=self._deviations, ranks=self.ranks,
         )  # fmt: skip
 
     def _solve(self, system: System) -> None:
@@ -177,8 +179,8 @@ class SampledLaplace:
             target = noise.add_(data) if solver.noise_in == "prior" else noise
             bound = solver.clip * data.norm(dim=1, keepdim=True).double()
             steps = nesterov(
-                lambda v, batch, number: system.gradient(v, batch, number, group, target, solver.noise_in),
-                system.batches, z, solver, solver.rate or RATE / self._steepest(system), bound,
+                lambda v, batch: system.gradient(v, batch, group, target, solver.noise_in),
+                system.steps, z, solver, solver.rate or RATE / self._steepest(system), bound,
             )  # fmt: skip
         image = system.curvature(z)
         function, decay = self.layout.dots(z, image), system.precision * self.layout.dots(z, z)
@@ -190,11 +192,13 @@ class SampledLaplace:
 
     def _steepest(self, system: System) -> float:
         """The largest eigenvalue of the H of the first batch: what limits a minibatch step."""
-        batch = next(system.batches())
+        batch = next(system.steps())
 
         def product(v: Tensor) -> Tensor:
             out = torch.zeros_like(v)
-            system.add_curvature_(out, v, batch, 0, self.n_data / len(batch[1]))
+            if len(batch.y):
+                system.add_curvature_(out, v, batch, self.n_data / batch.total)
+            system.over_ranks_(out, "steepest curvature")
             return self.layout.add_(out, v, system.precision)
 
         return largest_eigenvalue(product, self._like.expand(self.layout.size))

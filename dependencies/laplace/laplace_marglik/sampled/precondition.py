@@ -33,7 +33,7 @@ def root_rows(system: System, rows: int, like: Tensor) -> Tensor:
         xi = torch.randn(1, *f.shape, generator=generator, dtype=f.dtype).to(f.device)
         return scale * system.likelihood.root_product(f, y, xi)
 
-    for x, y in system.batches():
+    for x, y, *_ in system.whole_batches():  # few: every rank makes all of them
         for i in range(min(len(y), rows - row)):
             one = map_inputs(lambda t, i=i: t[i : i + 1], x)  # type: ignore[misc]
             system.linear.vjp_(one, partial(mixed, y[i : i + 1]), found[row : row + 1])

@@ -99,10 +99,10 @@ def conjugate_gradients(
 
 
 def nesterov(
-    gradient: Callable[[Tensor, Any, int], Tensor], batches: Callable[[], Iterable[Any]], z: Tensor, settings: Sgd,
+    gradient: Callable[[Tensor, Any], Tensor], batches: Callable[[], Iterable[Any]], z: Tensor, settings: Sgd,
     rate: float, bound: Tensor,
 ) -> int:  # fmt: skip
-    """Move z [k, P] by minibatch gradients(z, batch, number), in place; returns the number of steps.
+    """Move z [k, P] by minibatch gradients(z, batch), in place; returns the number of steps.
 
     bound: longest gradient [k, 1].
     """
@@ -111,8 +111,8 @@ def nesterov(
     velocity, average = torch.zeros_like(z), torch.zeros_like(z) if settings.averaging else None
     step = 0
     for _ in range(settings.passes):
-        for number, batch in enumerate(batches()):
-            g = gradient(z, batch, number)
+        for batch in batches():
+            g = gradient(z, batch)
             g.mul_(_ratio(bound, _norm(g)).clamp_max(1.0).to(z.dtype))
             velocity.mul_(settings.momentum).add_(g)
             length = rate * (1 - (1 - settings.decay) * step / steps)

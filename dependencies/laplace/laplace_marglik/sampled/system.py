@@ -19,13 +19,13 @@ KL(q || p), among those centred where it is, for which H = A + J^T E_q[Lambda] J
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from asdl_marglik import map_inputs
+from asdl_marglik import Ranks, map_inputs
 from torch import Tensor
 
 from ..errors import MarglikError
@@ -38,9 +38,22 @@ NoiseIn = Literal["prior", "data"]
 Loader = Iterable[tuple[Any, Tensor]]
 
 
+class Portion(NamedTuple):
+    """A batch, or what a rank has of it: its data from number `start` on, of `total`."""
+
+    x: Any
+    y: Tensor
+    number: int  # of the batch
+    start: int
+    total: int
+
+
 @dataclass
 class System:
-    """H and b of the data in a loader, at the network's present weights and the prior's present precision."""
+    """H and b of the data in a loader, at the network's present weights and the prior's present precision.
+
+    ranks: each takes its part of every batch, and what is a sum over data is added up.
+    """
 
     linear: Linearised
     likelihood: Likelihood
@@ -50,7 +63,8 @@ class System:
     samples: int  # k
     seed: int  # of all noise: the same seed gives the same n and xi whatever the precision
     factor: float = 1.0
-    deviations: Sequence[Tensor] | None = None  # d of each batch [m, n, ...], over which the curvature is averaged
+    deviations: Mapping[int, Tensor] | None = None  # d [m, n, ...] by batch, over which the curvature is averaged
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         if iter(self.loader) is self.loader:
@@ -73,27 +87,46 @@ class System:
         """The same system with the prior precision times `factor`."""
         return replace(self, factor=factor)
 
-    def batches(self) -> Iterator[tuple[Any, Tensor]]:
+    def batches(self) -> Iterator[Portion]:
+        """All batches, or this rank's part of each, if it has any."""
+        return (batch for batch in self.steps() if len(batch.y))
+
+    def steps(self) -> Iterator[Portion]:
+        """The same, empty parts included: every rank takes a step for every batch."""
+        for batch in self.whole_batches():
+            if self.ranks is None:
+                yield batch
+            else:
+                own = self.ranks.spans(batch.total)[self.ranks.rank]
+                x = map_inputs(lambda t, own=own: t[own], batch.x)  # type: ignore[misc]
+                yield batch._replace(x=x, y=batch.y[own], start=own.start)
+
+    def whole_batches(self) -> Iterator[Portion]:
+        """All batches, on every rank."""
         device = next(self.linear.model.parameters()).device
-        for x, y in self.loader:
-            yield map_inputs(lambda t: t.to(device), x), y.to(device)
+        for number, (x, y) in enumerate(self.loader):
+            yield Portion(map_inputs(lambda t: t.to(device), x), y.to(device), number, 0, len(y))
+
+    def over_ranks_(self, own: Tensor, step: str) -> Tensor:
+        """A sum over own data, made one over all data."""
+        if self.ranks is not None:
+            self.ranks.sum_([own], step)
+        return own
 
     # ----------------------------------------------------------------------------------------------------- products
 
     def add_curvature_(
-        self, out: Tensor, z: Tensor, batch: tuple[Any, Tensor], number: int, weight: float = 1.0,
-        outputs: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """out += weight M z of the batch with this number in the loader; outputs: where the curvature is, if given."""
-        x, y = batch
-        f, pushed = self.linear.jvp(x, z)
-        points = self._points(f, number) if outputs is None else [outputs]
-        cotangents = self._curved(points, y, pushed)
-        self.linear.vjp_(x, lambda _: cotangents, out, weight)
+        self, out: Tensor, z: Tensor, batch: Portion, weight: float = 1.0, outputs: Tensor | None = None
+    ) -> None:
+        """out += weight M z of a batch; outputs: where the curvature is, if given."""
+        f, pushed = self.linear.jvp(batch.x, z)
+        points = self._points(f, batch) if outputs is None else [outputs]
+        cotangents = self._curved(points, batch.y, pushed)
+        self.linear.vjp_(batch.x, lambda _: cotangents, out, weight)
 
-    def _points(self, f: Tensor, number: int) -> list[Tensor]:
+    def _points(self, f: Tensor, batch: Portion) -> list[Tensor]:
         """The outputs over which a batch's curvature is averaged."""
-        return [f] if self.deviations is None else [f + d for d in self.deviations[number]]
+        return [f] if self.deviations is None else [f + d for d in self.deviations[batch.number]]
 
     def _curved(self, points: list[Tensor], y: Tensor, pushed: Tensor) -> Tensor:
         """Lambda pushed [k, n, ...]."""
@@ -106,28 +139,29 @@ class System:
         """M z [k, P] over all data; `outputs`: of each batch, where the curvature is not at the network's own."""
         out = torch.zeros_like(z)
         for number, batch in enumerate(self.batches()):
-            self.add_curvature_(out, z, batch, number, outputs=None if outputs is None else outputs[number])
-        return out
+            self.add_curvature_(out, z, batch, outputs=None if outputs is None else outputs[number])
+        return self.over_ranks_(out, "product with the curvature")
 
     def product(self, z: Tensor, outputs: list[Tensor] | None = None) -> Tensor:
         """H z [k, P] over all data."""
         return self.layout.add_(self.curvature(z, outputs), z, self.precision)
 
-    def pushed(self, z: Tensor) -> list[Tensor]:
-        """J z of each batch [k, n, ...]: one pass."""
-        return [self.linear.jvp(x, z)[1] for x, _ in self.batches()]
+    def pushed(self, z: Tensor) -> dict[int, Tensor]:
+        """J z [k, n, ...] of own data, by the number of their batch: one pass."""
+        return {batch.number: self.linear.jvp(batch.x, z)[1] for batch in self.batches()}
 
     # -------------------------------------------------------------------------------------------------------- noise
 
     def data_noise(self, like: Tensor) -> Tensor:
         """u [k, P]: one pass over the data."""
         u, count = torch.zeros(self.samples, self.layout.size).to(like), 0
-        for number, (x, y) in enumerate(self.batches()):
-            self.linear.vjp_(x, partial(self._root_noise, y, number), u)
-            count += len(y)
+        for batch in self.steps():
+            if len(batch.y):
+                self.linear.vjp_(batch.x, partial(self._root_noise, batch), u)
+            count += batch.total
         if count != self.n_data:
             raise MarglikError(f"the loader holds {count} data points, but n_data={self.n_data}; it must give all")
-        return u
+        return self.over_ranks_(u, "noise of the data")
 
     def diagonal(self, like: Tensor) -> Tensor:
         """An unbiased estimate of the diagonal of M [P] from k noise vectors.
@@ -136,18 +170,21 @@ class System:
         """
         found = torch.zeros(self.layout.size).to(like)
         own = found.new_empty(self.samples, self.layout.size)
-        for number, (x, y) in enumerate(self.batches()):
-            self.linear.vjp_(x, partial(self._root_noise, y, number), own.zero_())
-            found += own.square_().mean(0)
+        for batch in self.steps():
+            own.zero_()
+            if len(batch.y):
+                self.linear.vjp_(batch.x, partial(self._root_noise, batch), own)
+            found += self.over_ranks_(own, "diagonal of the curvature").square_().mean(0)
         return found
 
-    def _root_noise(self, y: Tensor, number: int, f: Tensor) -> Tensor:
-        """U xi [k, n, ...] of a batch with outputs f: noise of covariance Lambda."""
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (number + 1))
-        points, noise = self._points(f, number), torch.zeros(self.samples, *f.shape).to(f)
+    def _root_noise(self, batch: Portion, f: Tensor) -> Tensor:
+        """U xi [k, n, ...] of a batch with outputs f: noise of covariance Lambda, whoever has the datum."""
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (batch.number + 1))
+        points, noise = self._points(f, batch), torch.zeros(self.samples, *f.shape).to(f)
         for point in points:
-            xi = torch.randn(noise.shape, generator=generator, dtype=f.dtype).to(f.device)
-            noise += self.likelihood.root_product(point, y, xi)
+            xi = torch.randn(self.samples, batch.total, *f.shape[1:], generator=generator, dtype=f.dtype)
+            xi = xi[:, batch.start : batch.start + len(f)].to(f.device)
+            noise += self.likelihood.root_product(point, batch.y, xi)
         return (self.curvature_scale / len(points)) ** 0.5 * noise
 
     def prior_noise(self, samples: Iterable[int], like: Tensor) -> Tensor:
@@ -161,21 +198,19 @@ class System:
 
     # ---------------------------------------------------------------------------------------------------- gradients
 
-    def gradient(
-        self, z: Tensor, batch: tuple[Any, Tensor], number: int, samples: range, target: Tensor, noise_in: NoiseIn
-    ) -> Tensor:
+    def gradient(self, z: Tensor, batch: Portion, samples: range, target: Tensor, noise_in: NoiseIn) -> Tensor:
         """An unbiased estimate [g, P] of H z - b from one batch, for some of the samples.
 
-        number: of the batch in the loader. target: b, or A^{1/2} n where the noise is in the data; then the loader must
-        give the same batches in every pass.
+        target: b, or A^{1/2} n where the noise is in the data; then the loader must give the same batches in every
+        pass.
         """
-        x, y = batch
-        out, weight = torch.zeros_like(z), self.n_data / len(y)
-        if noise_in == "prior":
-            self.add_curvature_(out, z, batch, number, weight)
-        else:
-            f, pushed = self.linear.jvp(x, z)
-            noise = self._root_noise(y, number, f)[samples.start : samples.stop]
-            cotangents = self._curved(self._points(f, number), y, pushed) - noise
-            self.linear.vjp_(x, lambda _: cotangents, out, weight)
+        out, weight = torch.zeros_like(z), self.n_data / batch.total
+        if len(batch.y) and noise_in == "prior":
+            self.add_curvature_(out, z, batch, weight)
+        elif len(batch.y):
+            f, pushed = self.linear.jvp(batch.x, z)
+            noise = self._root_noise(batch, f)[samples.start : samples.stop]
+            cotangents = self._curved(self._points(f, batch), batch.y, pushed) - noise
+            self.linear.vjp_(batch.x, lambda _: cotangents, out, weight)
+        self.over_ranks_(out, "gradient of the samples")
         return self.layout.add_(out, z, self.precision).sub_(target)
