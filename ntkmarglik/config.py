@@ -33,6 +33,10 @@ class Estimator:
     """How data are dealt into blocks: at random, or class by class."""
     root: Literal["paper", "fisher", "symmetric", "eigen"] = "paper"
     """Root of the likelihood's curvature; paper is the published estimator, the others give true bounds."""
+    blocks_per_step: int = 0
+    """Blocks over which each step is averaged; 0 = one, or one per process of torchrun."""
+    shard_blocks: bool = False
+    """Share each block among the processes of torchrun, for blocks larger than one can hold; else each has its own."""
     aug_block: int = 0
     """With all data in the block (kfac, diag): data points for each gradient of the augmentation; 0 = all."""
     kfac: Literal["expand", "reduce"] = "expand"
@@ -167,6 +171,8 @@ class Run:
     """Epochs between evaluations on the test set; 0 = about fifty in all."""
     checkpoint_seconds: float = 10.0
     """Least time between checkpoints."""
+    collective_timeout: float = 600.0
+    """Seconds that processes of torchrun wait for each other in one step."""
     memory_budget: float = 0.0
     """Gigabytes the evidence may use; 0 = half of what is free."""
     wandb: bool = False

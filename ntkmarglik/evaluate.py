@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable
 
 import torch
+from laplace_marglik import Ranks
 from torch import Tensor
+
+from .distributed import in_turn
 
 BINS = 15
 BATCH = 1000
@@ -47,8 +50,10 @@ def calibration_error(p: Tensor, y: Tensor, bins: int = BINS) -> float:
     return (gaps.abs().sum() / len(y)).item()
 
 
-def evaluate(outputs: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, batch: int = BATCH) -> dict[str, float]:
-    """Metrics of a network's outputs, computed in batches without a graph."""
+def evaluate(
+    outputs: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, batch: int = BATCH, ranks: Ranks | None = None
+) -> dict[str, float]:
+    """Metrics of a network's outputs, computed in batches without a graph; ranks take batches in turn."""
     with torch.no_grad():
-        logits = torch.cat([outputs(part) for part in x.split(batch)])
+        logits = in_turn(outputs, x.split(batch), ranks)
     return metrics(logits, y)

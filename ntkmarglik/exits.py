@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from asdl_marglik import CurvatureError
 
+from .distributed import rank
 from .errors import NtkMarglikError
 
 
@@ -16,10 +17,11 @@ def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -
     try:
         program()
     except (NtkMarglikError, CurvatureError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}" if rank() == 0 else f"error on rank {rank()}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
+        if rank() == 0:
+            print(interrupted, file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit has nowhere to go

@@ -13,6 +13,7 @@ import torch
 
 from .config import Config
 from .data import Dataset
+from .distributed import local_rank, local_size, world_size
 
 SMALL_NETWORK = 100_000  # parameters
 SMALL_STEP = 1_000_000  # input values in a weight step
@@ -24,10 +25,10 @@ def device_of(config: Config) -> torch.device:
 
 
 def device_named(name: str) -> torch.device:
-    """The device asked for; a GPU, if there is one, for auto."""
+    """The device asked for; a GPU, if there is one, for auto; to each process of torchrun its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, local_rank()) if name == "cuda" and world_size() > 1 else torch.device(name)
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -62,10 +63,10 @@ def threads(number: int) -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had."""
+    """Bytes that can still be had; of a machine's memory, the share of one of its processes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return psutil.virtual_memory().available // local_size()
 
 
 def peak_memory(device: torch.device) -> int:

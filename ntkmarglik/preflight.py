@@ -46,14 +46,15 @@ def check_settings(config: Config) -> None:
         "samples": config.sampling.samples, "solver_passes": config.sampling.solver_passes,
         "solver_tolerance": config.sampling.solver_tolerance, "em_steps": config.sampling.em_steps,
         "lr": training.lr, "prior_precision": hyper.prior_precision, "aug_samples": hyper.aug_samples,
-        "sigma": hyper.sigma,
+        "sigma": hyper.sigma, "collective_timeout": run.collective_timeout,
     }  # fmt: skip
     for name, value in positive.items():
         if not value > 0:
             raise NtkMarglikError(f"--{name.replace('_', '-')} must be greater than 0, but is {value}.")
     not_negative = {
         "subset": config.estimator.subset, "outputs": config.estimator.outputs, "n_data": config.problem.n_data,
-        "aug_block": config.estimator.aug_block, "kappa": config.estimator.kappa,
+        "blocks_per_step": config.estimator.blocks_per_step, "aug_block": config.estimator.aug_block,
+        "kappa": config.estimator.kappa,
         "burnin": training.burnin, "prior_steps": training.prior_steps, "aug_steps": training.aug_steps,
         "lr_min": training.lr_min, "lr_hyp": training.lr_hyp, "lr_hyp_min": training.lr_hyp_min,
         "lr_aug": training.lr_aug, "lr_aug_min": training.lr_aug_min, "seed": run.seed, "threads": run.threads,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from .machine import peak_memory
 from .mirrors import Metrics
 from .train import Trainer
 
@@ -42,10 +41,11 @@ def summarise(trainer: Trainer) -> Metrics:
         "seconds_total": trainer.seconds["total"],
         "seconds_weights": trainer.seconds["weights"],
         "seconds_hyper": trainer.seconds["hyper"],
-        "peak_memory_bytes": peak_memory(problem.data.x_train.device),
+        "peak_memory_bytes": trainer.peak_memory(),
         "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
         "initial_prior_precision": None if trainer.method.structure == "elbo" else hyper.prior_precision,
         "augmentation": None if eta is None else eta.detach().tolist(),
+        "ranks": 1 if problem.ranks is None else problem.ranks.size,
         **extras,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": commit(),

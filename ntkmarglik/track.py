@@ -84,6 +84,24 @@ class RunFolder:
         return True
 
 
+class NoFolder:
+    """Where a rank that is not the first leaves its metrics: nowhere."""
+
+    epochs: list[Metrics] = []
+
+    def log(self, metrics: Metrics) -> None:
+        """Nothing."""
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def finish(self, summary: Metrics) -> None:
+        """Nothing."""
+
+    def close(self, summary: Metrics) -> None:
+        """Nothing."""
+
+
 def holds_run(path: Path) -> bool:
     """Whether a folder has results that a new run would overwrite."""
     return any((path / name).exists() for name in ("metrics.jsonl", "checkpoint.pt", "summary.json", "baseline"))

@@ -17,6 +17,7 @@ import torch
 from laplace_marglik import Evidence
 from torch import Tensor
 
+from .distributed import SharedLoss, named
 from .errors import NtkMarglikError
 from .evaluate import evaluate
 from .interrupts import deferred_interrupts
@@ -24,7 +25,7 @@ from .machine import peak_memory
 from .methods import Method, Problem, Round
 from .mirrors import Metrics
 from .schedule import cosine, hyper_epochs, set_rate, weight_optimizer
-from .track import RunFolder
+from .track import NoFolder, RunFolder
 
 EVALUATIONS = 50  # of the test set in a run, when their spacing is not given
 
@@ -35,6 +36,8 @@ class Trainer:
     def __init__(self, problem: Problem, method: Method):
         self.problem, self.method = problem, method
         self.training = problem.config.training
+        self.ranks = problem.ranks
+        self.loss = method.loss if self.ranks is None else SharedLoss(problem, method, self.ranks)
         self.batches = torch.Generator().manual_seed(problem.config.run.seed)
         self.weights = weight_optimizer(problem.model, self.training)
         augment = [] if problem.augment is None else list(problem.augment.parameters())
@@ -49,7 +52,7 @@ class Trainer:
     def finished(self) -> bool:
         return self.epoch >= self.training.epochs
 
-    def run(self, folder: RunFolder, after_epoch: Callable[[Metrics], None] | None = None) -> None:
+    def run(self, folder: RunFolder | NoFolder, after_epoch: Callable[[Metrics], None] | None = None) -> None:
         """Train to the last epoch; an interrupt ends the run after the epoch it falls in, with a checkpoint."""
         saved = -math.inf
         with deferred_interrupts() as interrupted:
@@ -60,10 +63,11 @@ class Trainer:
                 if after_epoch is not None:
                     after_epoch(metrics)
                 due = time.monotonic() - saved >= self.problem.config.run.checkpoint_seconds
-                if due or self.finished or interrupted():
+                stop = interrupted() if self.ranks is None else self.ranks.largest(interrupted(), self._step("end"))
+                if due or self.finished or stop:
                     folder.save(self.state())
                     saved = time.monotonic()
-                if interrupted():
+                if stop:
                     raise KeyboardInterrupt
         self.problem.model.eval()
 
@@ -90,8 +94,17 @@ class Trainer:
             for split in ("train", "test"):
                 metrics |= {f"{split}_{name}": value for name, value in self.evaluate(split).items()}
         metrics |= {f"seconds_{part}": self.seconds[part] for part in ("weights", "hyper")}
-        metrics["peak_memory_bytes"] = peak_memory(self.problem.data.x_train.device)
+        metrics["peak_memory_bytes"] = self.peak_memory()
         return metrics
+
+    def peak_memory(self) -> int:
+        """Most bytes that a process has used at one time."""
+        own = peak_memory(self.problem.data.x_train.device)
+        return own if self.ranks is None else int(self.ranks.largest(own, self._step("end")))
+
+    def _step(self, what: str) -> str:
+        """A name for a part of the run, for errors."""
+        return f"{what} of epoch {self.epoch}"
 
     @property
     def _eval_every(self) -> int:
@@ -103,14 +116,15 @@ class Trainer:
         per_epoch = -(-data.n_data // training.batch_size)
         parameters = list(self.problem.model.parameters())
         gradient = [torch.zeros_like(p) for p in parameters]  # mean over the epoch
-        losses = []
+        losses: list[Tensor] = []
         self.problem.model.train()
         for index in order.split(training.batch_size):
             rate = cosine(self.steps["weights"], per_epoch * training.epochs, training.lr, training.lr_min)
             set_rate(self.weights, rate)
             self.weights.zero_grad()
-            loss = self.method.loss(data.x_train[index], data.y_train[index])
-            loss.backward()
+            with named(self.ranks, self._step(f"weight step {len(losses) + 1}")):
+                loss = self.loss(data.x_train[index], data.y_train[index])
+                loss.backward()
             self.weights.step()
             if self.method.learns_by == "loss":
                 self._follow_the_loss(per_epoch * training.epochs)
@@ -120,7 +134,10 @@ class Trainer:
             losses.append(loss.detach() * len(index))
             self.steps["weights"] += 1
         self.weights.zero_grad()
-        mean_loss = torch.stack(losses).sum().item() / data.n_data
+        total = torch.stack(losses).sum()
+        if self.ranks is not None:
+            total = self.ranks.sum(total, self._step("loss")) / self.ranks.size
+        mean_loss = total.item() / data.n_data
         if not math.isfinite(mean_loss):
             raise NtkMarglikError(
                 f"The training loss became {mean_loss} in epoch {self.epoch}; the run folder holds the metrics up to "
@@ -177,7 +194,7 @@ class Trainer:
         model.eval()
         try:
             copies = self.problem.config.hyperparameters.aug_samples if self.problem.augment is not None else 1
-            return evaluate(self.method.outputs, x, y, max(1, 1000 // copies))
+            return evaluate(self.method.outputs, x, y, max(1, 1000 // copies), self.ranks)
         finally:
             model.train(training)
 
@@ -214,7 +231,7 @@ class Trainer:
 
 # settings that may differ between the start of a run and its continuation
 FREE = {
-    *("out", "data_root", "device", "threads", "memory_budget", "checkpoint_seconds"),
+    *("out", "data_root", "device", "threads", "memory_budget", "checkpoint_seconds", "collective_timeout"),
     *("baseline", "resume", "dry_run", "wandb", "tensorboard"),
 }
 

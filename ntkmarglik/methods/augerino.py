@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from asdl_marglik import augmented
-from torch import Tensor
+from torch import Tensor, nn
 
 from .base import LearnsBy
 from .map import Map
@@ -19,6 +19,9 @@ class Augerino(Map):
     """
 
     learns_by: LearnsBy = "loss"
+
+    def parameters_of_loss(self) -> list[nn.Parameter]:
+        return [] if self.problem.augment is None else list(self.problem.augment.parameters())
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         problem = self.problem

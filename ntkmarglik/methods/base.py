@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from laplace_marglik import ClassPartition, Evidence, GaussianPrior, MarginalLikelihood, Partition
+from laplace_marglik import ClassPartition, Evidence, GaussianPrior, MarginalLikelihood, Partition, Ranks
 from torch import Tensor, nn
 
 from ..config import Config
@@ -28,6 +28,22 @@ class Problem:
     prior: GaussianPrior
     augment: nn.Module | None
     generator: torch.Generator  # columns, partitions and augmentations of the evidence
+    ranks: Ranks | None = None  # processes of torchrun
+
+    @property
+    def full_batch(self) -> bool:
+        """Whether all data are one block."""
+        return self.config.estimator.subset in (0, self.data.n_data)
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether the ranks work on one block together; else each has its own."""
+        return self.ranks is not None and (self.full_batch or self.config.estimator.shard_blocks)
+
+    @property
+    def blocks_per_step(self) -> int:
+        one_each = self.ranks is not None and not self.shares_blocks
+        return self.config.estimator.blocks_per_step or (self.ranks.size if one_each and self.ranks else 1)
 
     def marginal_likelihood(self, structure: str) -> MarginalLikelihood:
         estimator, budget = self.config.estimator, self.config.run.memory_budget * 1e9
@@ -35,6 +51,7 @@ class Problem:
             self.model, "classification", n_data=self.data.n_data, prior=self.prior, structure=structure,
             outputs=estimator.outputs or None, columns=estimator.columns, root=estimator.root, kfac=estimator.kfac,
             augment=self.augment, generator=self.generator, memory_budget=budget or None,
+            ranks=self.ranks if self.shares_blocks else None,
         )  # fmt: skip
 
     def project(self) -> None:
@@ -69,6 +86,11 @@ class Round:
     def steps(self) -> int:
         return max(self.prior_steps, self.augment_steps)
 
+    def moving(self, step: int) -> list[torch.optim.Optimizer]:
+        """The optimisers that take this step."""
+        pairs = ((self.prior_optimizer, self.prior_steps), (self.augment_optimizer, self.augment_steps))
+        return [optimizer for optimizer, steps in pairs if optimizer is not None and step < steps]
+
 
 class Method(ABC):
     """A loss for the weights, rounds of hyperparameter steps, and a final score."""
@@ -87,6 +109,10 @@ class Method(ABC):
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """What the weights minimise on a batch, per datum."""
+
+    def parameters_of_loss(self) -> list[nn.Parameter]:
+        """What the loss has gradients in, besides the weights."""
+        return []
 
     @abstractmethod
     def outputs(self, x: Tensor) -> Tensor:

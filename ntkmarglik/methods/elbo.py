@@ -39,6 +39,9 @@ class Elbo(Method):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.objective(x, y)
 
+    def parameters_of_loss(self) -> list[nn.Parameter]:
+        return self.objective.parameters()
+
     def outputs(self, x: Tensor) -> Tensor:
         return self.objective.outputs_of(x, seed=self.problem.config.run.seed)
 
@@ -75,7 +78,7 @@ class Elbo(Method):
         before = self.problem.generator.get_state()
         try:
             batches = zip(data.x_train.split(size), data.y_train.split(size), strict=True)
-            self._last = self.objective.evaluate(batches, samples=draws)
+            self._last = self.objective.evaluate(batches, samples=draws, ranks=self.problem.ranks)
         finally:
             self.problem.generator.set_state(before)
         return self._last

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from laplace_marglik import Evidence
+from laplace_marglik import Evidence, Partition, Ranks
 from torch import Tensor
 
 from .base import LearnsBy, Method, Problem
@@ -33,13 +35,42 @@ class Map(Method):
 
     def evidence(self) -> Evidence:
         """The mean over the blocks of a partition (at most SCORED_BLOCKS of them) with its standard error."""
-        data, partition = self.problem.data, self.problem.partition()
+        partition = self.problem.partition()
         with torch.no_grad():
-            if self.problem.config.estimator.subset in (0, data.n_data):
+            if self.problem.full_batch:
                 rounds = 1 if partition.n_column_blocks == 1 else min(SCORED_BLOCKS, partition.n_column_blocks)
                 return Evidence.mean([self.ml.full_batch(self.batches()) for _ in range(rounds)])
-            blocks = [partition.sample() for _ in range(min(SCORED_BLOCKS, len(partition)))]
-            return Evidence.mean([self.ml(data.x_train[b.index], data.y_train[b.index], block=b) for b in blocks])
+            return Evidence.mean(self.on_blocks(partition, min(SCORED_BLOCKS, len(partition))))
+
+    def on_blocks(
+        self, partition: Partition, count: int, use: Callable[[Evidence], None] = lambda _: None
+    ) -> list[Evidence]:
+        """The evidence of the next blocks; where ranks do not share blocks, they take them in turn.
+
+        use: what to do with one that is computed here, while it has its graph.
+        """
+        data, generator, found = self.problem.data, self.problem.generator, {}
+        ranks = None if self.ml.ranks is not None else self.problem.ranks
+        for number in range(count):
+            block, before = partition.sample(), generator.get_state()
+            if ranks is None or ranks.owns(number):
+                evidence = self.ml(data.x_train[block.index], data.y_train[block.index], block=block)
+                use(evidence)
+                found[number] = evidence.detach()
+            if ranks is not None:  # all ranks go on as if they had evaluated it, which takes one seed
+                generator.set_state(before)
+                torch.randint(2**31, (), generator=generator)
+        return list(found.values()) if ranks is None else self._of_all(found, count, partition, ranks)
+
+    def _of_all(self, own: dict[int, Evidence], count: int, partition: Partition, ranks: Ranks) -> list[Evidence]:
+        """The evidences of every rank, on all of them."""
+        values = torch.zeros(count, 3, dtype=torch.float64, device=self.problem.data.x_train.device)
+        for number, evidence in own.items():
+            values[number] = torch.stack([evidence.log_likelihood, evidence.scatter, evidence.log_det_ratio])
+        # a rank without a block cannot tell the status; the first, which records it, always has one
+        status = next(iter(own.values())).status if own else "approximation"
+        rows = ranks.sum(values, "evidence of the blocks").unbind()
+        return [Evidence(row[0], row[1], row[2], len(partition), status) for row in rows]
 
     def baseline(self, fixed: Problem) -> Method:
         return Map(fixed, self.structure)

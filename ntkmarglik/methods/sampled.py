@@ -9,6 +9,7 @@ import torch
 from laplace_marglik import Evidence, GaussianPrior, SampledLaplace
 from laplace_marglik.sampled import ConjugateGradients, Sgd
 
+from ..distributed import in_turn
 from ..evaluate import joint_log_likelihood, metrics
 from ..mirrors import Metrics
 from .base import LearnsBy, Method, Problem, Round
@@ -36,7 +37,7 @@ class SampledScore(Map):
             problem.model, "classification", n_data=problem.data.n_data, prior=prior, samples=sampling.samples,
             solver=solver, scaling="g-prior" if sampling.g_prior else "none", curvature=sampling.curvature,
             exclude=[pattern.strip() for pattern in sampling.exclude.split(",") if pattern.strip()],
-            generator=problem.generator,
+            generator=problem.generator, ranks=problem.ranks,
         )  # fmt: skip
         self._fitted = False
 
@@ -58,9 +59,11 @@ class SampledScore(Map):
         """Test metrics of sampled predictions, and what the samples say about themselves."""
         data = self.problem.data
         found: Metrics = self.joint()
-        both = [self.posterior.predictions(x) for x in data.x_test.split(BATCH)]
-        for name, parts in zip(("sampled", "probit"), zip(*both, strict=True), strict=True):
-            scores = metrics(torch.cat(parts).double().clamp_min(1e-300).log(), data.y_test)
+        both = in_turn(
+            lambda x: torch.cat(self.posterior.predictions(x), 1), data.x_test.split(BATCH), self.problem.ranks
+        )
+        for name, p in zip(("sampled", "probit"), both.chunk(2, 1), strict=True):
+            scores = metrics(p.double().clamp_min(1e-300).log(), data.y_test)
             found |= {f"{name}_test_{key}": value for key, value in scores.items()}
         return {**found, **self.describe(), "log_marglik_bracket": self._bracket}
 
@@ -127,6 +130,6 @@ class Sampled(SampledScore):
         z = torch.randn(1, posterior.layout.size, generator=self.problem.generator).to(batches[0][0])
         for _ in range(2):  # the first is a little slower
             start = time.perf_counter()
-            system.add_curvature_(torch.zeros_like(z), z, batches[0], 0)
+            system.add_curvature_(torch.zeros_like(z), z, next(system.whole_batches()))
             seconds = time.perf_counter() - start
         return seconds * len(batches) * sampling.solver_passes * (sampling.samples + 1) * (1 + sampling.em_steps)
