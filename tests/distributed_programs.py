@@ -1,17 +1,20 @@
-"""What the ranks of test_distributed.py do; started by torchrun, since every process spends seconds importing torch.
+"""What the ranks of test_distributed.py do: the same on several ranks and on one, and compare.
 
-`python -m torch.distributed.run ... distributed_programs.py library` compares, for every estimator, a block that is
-shared with the same block on one process.
+`torchrun ... distributed_programs.py FOLDER NAME ...` makes checks of the library, and runs of distributed_runs.py;
+many in one start, since every process spends seconds importing torch.
 """
 
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from asdl_marglik import CurvatureError
 from cases import CASES, seeded
+from distributed_runs import RUNS, alone, compare
 from laplace_marglik import (
     DataEmphasizedELBO,
     GaussianPrior,
@@ -26,7 +29,6 @@ from torch import nn
 from ntkmarglik.augment import AffineAugmentation
 
 STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
-PICTURES = ("mininet", "fixup", "wide")
 
 
 def close(found, expected, what, rtol=1e-9):
@@ -61,19 +63,26 @@ def estimates(ranks, name, structure, *, augment=0, prior="layerwise", streamed=
     return evidence.total.detach(), torch.autograd.grad(evidence.total, ml.hyperparameters())
 
 
-def check_estimates(ranks):
+def check_estimates(ranks, names=("wide", "mininet")):
     for structure in STRUCTURES:
-        for name in ("mlp", *PICTURES):
+        for name in names:
             for options in (
                 {"outputs": 2, "root": "fisher", "columns": "iid", "streamed": True},
-                {"prior": "diagonal", "outputs": 1, "chunk": 2},
-                {"outputs": None, "augment": 2, "streamed": True}, {"outputs": None, "augment": 1, "chunk": 2},
+                {"outputs": None, "prior": "diagonal", "augment": 2, "streamed": True},
+                {"outputs": None, "augment": 1, "chunk": 2},
                 {"outputs": 1, "augment": 2, "kfac": "reduce", "row_dtype": torch.float16},
-            ):  # fmt: skip
-                if "augment" not in options or name in PICTURES:
-                    expected, found = (estimates(r, name, structure, **options) for r in (None, ranks))
-                    for e, f in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
-                        close(f, e, f"{structure} {name} {options}")
+            ):
+                expected, found = (estimates(r, name, structure, **options) for r in (None, ranks))
+                for e, f in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
+                    close(f, e, f"{structure} {name} {options}")
+
+
+def check_wide(ranks):
+    check_estimates(ranks, ["wide"])
+
+
+def check_fixup(ranks):
+    check_estimates(ranks, ["fixup"])
 
 
 def pictures(n=7):
@@ -100,26 +109,24 @@ def check_blocks(ranks):
 
 
 def samples(ranks, solver, scaling):
-    model, batches = pictures()
+    model, x, y = case("mlp")
+    batches = list(zip(x.split(2), y.split(2), strict=True))
     posterior = SampledLaplace(
-        model, "classification", n_data=7, prior=GaussianPrior(model, "layerwise", 0.3), samples=3, solver=solver,
+        model, "classification", n_data=5, prior=GaussianPrior(model, "layerwise", 0.3), samples=2, solver=solver,
         scaling=scaling, ranks=ranks, generator=torch.Generator().manual_seed(1),
     )  # fmt: skip
     precision = posterior.fit(batches).update_prior(batches)
-    return precision, posterior.weight_samples, posterior.mode, posterior.log_evidence(batches, rungs_=3).total
+    return precision, posterior.weight_samples, posterior.mode, posterior.log_evidence(batches, rungs_=2).total
 
 
 def check_samples(ranks):
-    for solver, scaling in (
-        (ConjugateGradients(1e-12, 6), "none"), (ConjugateGradients(1e-12, 6, rows=4), "g-prior"),
-        (Sgd(3), "none"), (Sgd(3, noise_in="data"), "g-prior"),
-    ):  # fmt: skip
+    for solver, scaling in ((ConjugateGradients(1e-12, 4, rows=3), "g-prior"), (Sgd(2, noise_in="data"), "none")):
         expected, found = (samples(r, solver, scaling) for r in (None, ranks))
         for e, f in zip(expected, found, strict=True):
             close(f, e, f"{solver} {scaling}", rtol=1e-6)
 
 
-def check_elbo(ranks):
+def check_bounds(ranks):
     found = []
     for r in (None, ranks):
         model, batches = pictures()
@@ -154,12 +161,21 @@ def check_refusals(ranks):
 
 
 def main():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
+    runs = [name for name in names if name in RUNS]
+    alone(runs, folder / "one")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     ranks = Ranks()
-    for name in sys.argv[1:]:
-        globals()[f"check_{name}"](ranks)
+    for name in names:
+        start = time.perf_counter()
+        if name in RUNS:
+            compare(ranks, name, folder)
+        else:
+            globals()[f"check_{name}"](ranks)
         ranks.barrier(f"end of {name}")
+        if ranks.first:
+            print(f"{name}: {time.perf_counter() - start:.1f} s")
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -127,7 +128,7 @@ class Ranks:
         except RuntimeError as error:
             if not _of_a_collective(error):
                 raise
-            reason = str(error).strip().partition("\n")[0]
+            reason = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no place in gloo
             raise RanksError(
                 f"rank {self.rank} of {self.size} got no answer in the step '{step}' ({reason}); another rank has "
                 "died, or hangs for longer than the timeout of collectives"
