@@ -43,9 +43,9 @@ def local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def restarted() -> bool:
-    """Whether `torchrun --max-restarts` has started the processes again, after one of them failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def restarts() -> int:
+    """How often `torchrun --max-restarts` has started the processes again, after one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 @contextlib.contextmanager
@@ -60,7 +60,11 @@ def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks |
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout is an error that can be given a name
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    backend, wait = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
+    # torchrun may keep its store when it starts processes again: they must not find the addresses of those before
+    store, number, size = next(dist.rendezvous("env://", timeout=wait))
+    attempt = dist.PrefixStore(f"attempt {restarts()}", store)
+    dist.init_process_group(backend, store=attempt, rank=number, world_size=size, timeout=wait)
     torch.manual_seed(seed + rank())  # of what a network draws by itself, as dropout does
     yield Ranks()
     dist.destroy_process_group()  # not after an error: the others may not answer

@@ -16,7 +16,7 @@ from . import checkpoint, machine, preflight, report
 from .augment import AffineAugmentation
 from .config import Config, parse
 from .data import Dataset, load
-from .distributed import by_first, meeting, rank, restarted
+from .distributed import by_first, meeting, rank, restarts
 from .errors import NtkMarglikError
 from .exits import exit_code
 from .methods import METHODS, Method, Problem
@@ -39,7 +39,7 @@ def run(config: Config) -> report.Runs:
     preflight.check_settings(config)
     if config.run.dry_run:
         return _dry_run(config) if rank() == 0 else {}
-    config = config.updated(resume=config.run.resume or restarted())
+    config = config.updated(resume=config.run.resume or restarts() > 0)
     with meeting(machine.device_of(config), config.run.seed, config.run.collective_timeout) as ranks:
         if ranks is not None:  # the data may have to be downloaded
             ranks.from_first(lambda: _data(config) and None, "loading the data")
