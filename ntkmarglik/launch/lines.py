@@ -22,6 +22,7 @@ from ..preflight import check_settings
 from ..settings import S
 from ..track import folder_of, read_metrics, read_summary
 from ..train import FREE
+from . import processes
 from .job import Job
 
 
@@ -31,6 +32,7 @@ class RunLine:
 
     number: int  # of the line in its file
     config: Config  # with its folder, and told to resume
+    processes: tuple[str, ...] | None = None  # options of torchrun, if that starts it
 
     @property
     def folder(self) -> Path:
@@ -38,11 +40,20 @@ class RunLine:
 
     @property
     def command(self) -> str:
-        return self.config.command()
+        if self.processes is None:
+            return self.config.command()
+        return shlex.join(["torchrun", *self._words])
+
+    @property
+    def _words(self) -> tuple[str, ...]:
+        """What torchrun is given."""
+        return (*(self.processes or ()), Config.script, *self.config.arguments())
 
     def job(self) -> Job:
         """What to submit."""
-        return Job("ntkmarglik.run:main", tuple(self.config.arguments()), self.folder, Path.cwd())
+        if self.processes is None:
+            return Job("ntkmarglik.run:main", tuple(self.config.arguments()), self.folder, Path.cwd())
+        return Job("ntkmarglik.launch.processes:main", self._words, self.folder, Path.cwd())
 
     def finished(self) -> bool:
         """Whether its summary is there, and that of its baseline if it has one."""
@@ -104,6 +115,7 @@ class GridLine:
 
 
 Line = RunLine | GridLine
+STARTS = (("python", Config), ("torchrun ...", Config), ("python", GridConfig))
 
 
 def latest(folder: Path, epochs: int) -> str:
@@ -147,12 +159,16 @@ def read_lines(path: Path) -> list[Line]:
 
 def _line(number: int, words: list[str]) -> Line:
     program, arguments = words[:2], words[2:]
+    if words[0] == "torchrun" and Config.script in words:
+        split = words.index(Config.script)
+        config = _parsed(parse_run, words[split + 1 :]).updated(resume=True)
+        return RunLine(number, config.updated(out=folder_of(config)), processes.checked(words[1:split]))
     if program == ["python", Config.script]:
         config = _parsed(parse_run, arguments).updated(resume=True)
         return RunLine(number, config.updated(out=folder_of(config)))
     if program == ["python", GridConfig.script]:
         return GridLine(number, _parsed(parse_grid, arguments))
-    known = " or ".join(f"`python {kind.script} ...`" for kind in (Config, GridConfig))
+    known = " or ".join(f"`{how} {kind.script} ...`" for how, kind in STARTS)
     raise NtkMarglikError(f"a line is {known}, but this is `{shlex.join(words)}`.")
 
 
