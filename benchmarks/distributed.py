@@ -171,7 +171,7 @@ def steps(seconds: dict[str, float], *, weak: bool) -> dict[str, Step]:
     def grown(n: int) -> Callable[[int], int]:
         return lambda ranks: n * ranks if weak else n
 
-    batch, blocks, subset, data = grown(128 if weak else 1024), grown(1 if weak else 64), grown(256), grown(10_000)
+    batch, blocks, data = grown(128 if weak else 1024), grown(1 if weak else 64), grown(10_000)
     subset = grown(128 if weak else 1024)
     return {
         "weight step": Step(lambda r: batch(r) * seconds["step"], lambda r: 0, lambda r: 8 * p, 1),

@@ -18,6 +18,8 @@ from laplace_marglik import Ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .errors import NtkMarglikError
+
 if TYPE_CHECKING:
     from .methods import Method, Problem
 
@@ -46,6 +48,12 @@ def local_size() -> int:
 def restarts() -> int:
     """How often `torchrun --max-restarts` has started the processes again, after one of them failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def refuse_several(program: str) -> None:
+    """For programs that would do everything several times, in one folder."""
+    if world_size() > 1:
+        raise NtkMarglikError(f"{program} runs in one process: start it with python instead of torchrun.")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Several ranks compute what one does, and lose nothing when one of them dies or hangs; all by real torchrun."""
 
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from distributed_runs import RUNS, differences
 from test_runner import results
 
 from ntkmarglik import checkpoint
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.launch.lines import read_lines
 from ntkmarglik.run import main
 from ntkmarglik.track import read_metrics
 
@@ -24,8 +27,8 @@ ENVIRONMENT = {
 }  # fmt: skip
 LIBRARY = ("estimates", "blocks", "samples", "bounds", "refusals")
 LONG = [
-    *("--model", "mlp", "--width", "6", "--n-data", "49", "--subset", "16", "--epochs", "150", "--burnin", "1"),
-    *("--frequency", "5", "--prior-steps", "1", "--batch-size", "24", "--precision", "float64", "--lr", "1e-3"),
+    *("--model", "mlp", "--width", "6", "--n-data", "49", "--subset", "16", "--epochs", "60", "--burnin", "1"),
+    *("--frequency", "10", "--prior-steps", "1", "--batch-size", "24", "--precision", "float64", "--lr", "1e-3"),
     *("--blocks-per-step", "2", "--checkpoint-seconds", "0", "--eval-every", "50", "--no-baseline", "--threads", "1"),
 ]
 
@@ -75,7 +78,7 @@ def worker(process, rank):
 def some_epochs(path, process, number=5):
     while len(read_metrics(path)) < number:
         assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.001)
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,7 @@ def undisturbed(tmp_path_factory):
 
 def agree(path, expected):
     (summaries, epochs), (expected_summaries, expected_epochs) = results(path), expected
-    assert len(epochs[0]) == len(expected_epochs[0]) == 150
+    assert len(epochs[0]) == len(expected_epochs[0]) == 60
     assert not differences(list(summaries), list(expected_summaries))
     assert not differences(epochs, expected_epochs)
 
@@ -106,7 +109,7 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(undisturbed, tmp_pat
 
 def test_a_rank_that_hangs_ends_the_run_and_any_number_of_ranks_continues_it(undisturbed, tmp_path):
     path = tmp_path / "run"
-    flags = [*LONG, "--collective-timeout", "2", "--out", str(path)]
+    flags = [*LONG, "--collective-timeout", "8", "--out", str(path)]
     process = torchrun(2, ROOT / "classification_image.py", *flags)
     some_epochs(path, process)
     stopped = worker(process, 1)
@@ -117,10 +120,49 @@ def test_a_rank_that_hangs_ends_the_run_and_any_number_of_ranks_continues_it(und
     stopped.kill()  # torchrun would give it half a minute
     said += process.communicate(timeout=300)[0]
     assert process.returncode != 0
-    assert f"--resume --out {path}" in said and "Timed out waiting 2000ms" in said and "of epoch" in said
-    assert 5 <= checkpoint.load(path / "checkpoint.pt")["epoch"] < 150
+    assert f"--resume --out {path}" in said and "Timed out waiting 8000ms" in said and "of epoch" in said
+    assert 5 <= checkpoint.load(path / "checkpoint.pt")["epoch"] < 60
     assert main([*flags, "--resume"]) == 0
     agree(path, undisturbed)
+
+
+LINE = "torchrun --nproc-per-node 2 classification_image.py --method map --subset 20 --n-data 20 --epochs 2 --model mlp"
+
+
+def test_lines_of_torchrun_are_launched_as_others_are(place):
+    table = place / "table.sh"
+    table.write_text(f"{LINE} --out run\n")
+    (line,) = read_lines(table)
+    assert line.folder == Path("run") and not line.finished()
+    start, _, flags = line.command.partition(" classification_image.py ")
+    assert start == "torchrun --standalone --nproc-per-node 2" and "--resume" in flags.split()  # a port of its own
+    assert line.job().program == "ntkmarglik.launch.processes:main"
+    table.write_text(f"torchrun --machines 3 {LINE.partition(' ')[2]}\ntorchrun -m {LINE.split(' ', 3)[3]}\n")
+    with pytest.raises(NtkMarglikError, match=r"(?s)2 of the lines.*--machines.*without -m"):
+        read_lines(table)
+
+
+@pytest.mark.slow
+def test_a_job_of_torchrun_runs(place):
+    table = place / "table.sh"
+    table.write_text(f"{LINE} --out run\n{LINE} --lr 1e9 --prior-precision 1e30 --out broken\n")
+    good, broken = read_lines(table)
+    assert good.job()() == 0 and good.finished()
+    assert broken.job()() == 2 and not broken.finished()
+
+
+def test_the_readme_shows_lines_that_can_be_launched(place):
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("torchrun ")]
+    (place / "table.sh").write_text("\n".join(lines))
+    assert len(read_lines(place / "table.sh")) == len(lines) >= 3
+
+
+@pytest.mark.parametrize("program", ["ntkmarglik.grid.run", "ntkmarglik.finetune.run"])
+def test_other_programs_refuse_several_processes(program, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = ["--checkpoint", "x"] if "finetune" in program else []
+    assert pkgutil.resolve_name(f"{program}:main")(flags) == 2
+    assert "start it with python instead of torchrun" in capsys.readouterr().err
 
 
 def test_settings_of_several_ranks_are_checked(tmp_path, capsys):

@@ -12,6 +12,7 @@ import yaml
 from tqdm import tqdm
 
 from .. import checkpoint, machine
+from ..distributed import refuse_several
 from ..errors import NtkMarglikError
 from ..exits import exit_code
 from ..mirrors import Metrics
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: FinetuneConfig) -> Metrics:
     """Fine-tune by the configured method; returns the summary."""
+    refuse_several(config.script)
     check(config)
     device, text = machine.device_named(config.run.device), is_text(config.task.dataset)
     with machine.threads(config.run.threads or torch.get_num_threads()):

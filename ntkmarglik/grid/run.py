@@ -11,6 +11,7 @@ from tqdm import tqdm
 from .. import checkpoint, machine, preflight
 from ..config import Config
 from ..data import Dataset, load
+from ..distributed import refuse_several
 from ..errors import NtkMarglikError
 from ..exits import exit_code
 from ..methods import METHODS, Problem
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: GridConfig) -> Path | None:
     """Evaluate every chosen bound that is not in the csv yet; returns the csv."""
+    refuse_several(config.script)
     values, run_config = values_of(config.grid), config.run_config()
     if config.grid.blocks < 0:
         raise NtkMarglikError(f"--blocks must be 0 (all) or more, but is {config.grid.blocks}.")
