@@ -8,8 +8,8 @@ Bytes that a rank sends and receives per step (e bytes per number, R ranks, ring
 
     weights                     e P                         sum
     blocks, one per rank        8 G (prior) + 8 (eta)       sum                 e P for a prior per weight
-    shared block, kernel        e S K P                     rows visit; again for a second pass
-                                e G (S K)^2                 strips gathered
+    shared block, kernel        e S K P / R                 rows exchanged; twice more for a second pass
+                                e G (S K)^2                 sum
     shared data, kfac           e sum_l (D_l^2 + O_l^2)     sum
     shared data, diagonal       e P                         sum
     samples, per product        e k P                       sum
@@ -44,9 +44,6 @@ ROUNDS = 3
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CSV = Path(__file__).parent.parent / "illustrations/data/distributed.csv"
 Work = Callable[[], object]
-
-
-# ------------------------------------------------------------------------------------------ what is done, and by whom
 
 
 def weight_step(ranks: Ranks | None) -> Work:
@@ -131,9 +128,6 @@ def measured(ranks: int, names: list[str], rounds: int) -> dict[str, tuple[float
     return {name: (wall, cpu) for name, wall, cpu in lines}
 
 
-# ---------------------------------------------------------------------------------------------------------- the model
-
-
 @dataclass(frozen=True)
 class Cluster:
     """Assumptions: GPUs against the measured core, links, and the start of a collective."""
@@ -146,7 +140,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes: core seconds that are shared out and operations that every rank repeats, at R ranks."""
+    """What a step takes at R ranks: core seconds of the busiest, and operations that every rank repeats."""
 
     shared: Callable[[int], float]
     repeated: Callable[[int], float]  # operations
@@ -158,7 +152,7 @@ class Step:
             return self.shared(1) / cluster.speed + self.repeated(1) / cluster.algebra
         sent = self.volume(ranks) * (ranks - 1) / ranks / cluster.bandwidth
         waiting = self.collectives * cluster.latency * math.log2(ranks)
-        return self.shared(ranks) / ranks / cluster.speed + self.repeated(ranks) / cluster.algebra + sent + waiting
+        return self.shared(ranks) / cluster.speed + self.repeated(ranks) / cluster.algebra + sent + waiting
 
 
 def steps(seconds: dict[str, float], *, weak: bool) -> dict[str, Step]:
@@ -166,28 +160,29 @@ def steps(seconds: dict[str, float], *, weak: bool) -> dict[str, Step]:
     s = setup(Case("resnet", "ntk", 2))
     weights = dict(s.model.named_parameters())
     p, g = sum(w.numel() for w in weights.values()), len(weights)
-    factors = sum(len(w) ** 2 + (w.numel() // len(w)) ** 2 for w in weights.values() if w.dim() > 1)
+    sides = [side for w in weights.values() if w.dim() > 1 for side in (len(w), w.numel() // len(w))]
+    squares, cubes = sum(side**2 for side in sides), sum(side**3 for side in sides)
 
-    def grown(n: int) -> Callable[[int], int]:
-        return lambda ranks: n * ranks if weak else n
+    def each(n: int) -> Callable[[int], int]:
+        """What the busiest rank has of n things, or (weak) of n for every rank."""
+        return lambda ranks: n if weak else -(-n // ranks)
 
-    batch, blocks, data = grown(128 if weak else 1024), grown(1 if weak else 64), grown(10_000)
-    subset = grown(128 if weak else 1024)
+    batch, blocks, data = each(128 if weak else 1024), each(1 if weak else 64), each(10_000)
+    subset, block = each(128 if weak else 1024), (lambda r: 128 * r) if weak else (lambda r: 1024)
+    product = 2 * p * seconds["flop"]  # of a row with another
     return {
         "weight step": Step(lambda r: batch(r) * seconds["step"], lambda r: 0, lambda r: 8 * p, 1),
         "ntk-150-1 blocks, in turn": Step(
-            lambda r: 150 * blocks(r) * seconds["ntk"], lambda r: 2 * 150**3 * blocks(r) / r, lambda r: 16 * g, 1
+            lambda r: 150 * blocks(r) * seconds["ntk"], lambda r: 2 * 150**3 * blocks(r), lambda r: 16 * g, 1
         ),
         "ntk-S-1, one shared block": Step(
-            lambda r: subset(r) * seconds["ntk"] + 2e-11 * subset(r) ** 2 * p, lambda r: 2 * subset(r) ** 3,
-            lambda r: 8 * subset(r) * p + 4 * g * subset(r) ** 2, 3 * g,
+            lambda r: subset(r) * (seconds["ntk"] + 2 * block(r) * product), lambda r: 2 * block(r) ** 3,
+            lambda r: 12 * subset(r) * p + 8 * g * block(r) ** 2, 4 * g,
         ),
         "kfac-N-C, all data": Step(
-            lambda r: data(r) * seconds["kfac"], lambda r: 25 * factors**1.5 / g**0.5, lambda r: 8 * factors, 2 * g
+            lambda r: data(r) * seconds["kfac"], lambda r: 25 * cubes, lambda r: 8 * squares, 2 * g
         ),
-        "product of 8 samples": Step(
-            lambda r: data(r) * 8 * 3 * seconds["step"], lambda r: 0, lambda r: 8 * 8 * p, 1
-        ),
+        "product of 8 samples": Step(lambda r: data(r) * 8 * 3 * seconds["step"], lambda r: 0, lambda r: 64 * p, 1),
     }  # fmt: skip
 
 
@@ -203,10 +198,12 @@ def table(seconds: dict[str, float], cluster: Cluster) -> str:
 
 
 def single_rank_seconds() -> dict[str, float]:
-    """Core seconds per datum: of a training step, of an estimate with its gradient in an augmentation, of kfac."""
+    """Core seconds per datum of a training step and of estimates with an augmentation, and of one operation."""
     ntk, step = measure.timed(Case("resnet", "ntk", 16, copies=1))
     kfac, _ = measure.timed(Case("resnet", "kfac", 16, copies=1, outputs=None, n_data=16))
-    return {"step": step / 16, "ntk": ntk / 16, "kfac": kfac / 16}
+    a = torch.randn(512, 2048)
+    (product,) = measure.cpu_seconds(lambda: a @ a.mT)
+    return {"step": step / 16, "ntk": ntk / 16, "kfac": kfac / 16, "flop": product / (2 * 512 * 512 * 2048)}
 
 
 @dataclass

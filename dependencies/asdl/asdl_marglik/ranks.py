@@ -90,6 +90,28 @@ class Ranks:
                     dist.broadcast(t, group_src=source, group=self.group)
             yield visitors
 
+    def columns(self, rows: Tensor, n: int, k: int, step: str) -> Tensor:
+        """Own columns [n k, P_r] of all rows, of which each rank has k for each of the n things in its span."""
+        mine = self.spans(rows.shape[1])
+        sent = [rows[:, own].reshape(-1) for own in mine]
+        width = _length(mine[self.rank])
+        return self._swap(sent, [k * _length(span) * width for span in self.spans(n)], step).view(n * k, width)
+
+    def rows(self, columns: Tensor, n_own: int, size: int, k: int, step: str) -> Tensor:
+        """The way back: own rows [n_own, P] from the columns of all ranks."""
+        widths = [_length(own) for own in self.spans(size)]
+        sent = [columns[k * span.start : k * span.stop].reshape(-1) for span in self.spans(len(columns) // k)]
+        found = self._swap(sent, [n_own * width for width in widths], step)
+        pieces = zip(found.split([n_own * width for width in widths]), widths, strict=True)
+        return torch.cat([piece.view(n_own, width) for piece, width in pieces], 1)
+
+    def _swap(self, sent: Sequence[Tensor], received: list[int], step: str) -> Tensor:
+        """Give each rank its piece, and take those of all ranks, one after the other."""
+        found = sent[0].new_empty(sum(received))
+        with self.named(step):
+            dist.all_to_all_single(found, torch.cat(list(sent)), received, [len(s) for s in sent], group=self.group)
+        return found
+
     def from_first(self, compute: Callable[[], T], step: str) -> T:
         """What the first rank computes, on all ranks; if it fails, all do."""
         found: list[Any] = [None, None]
@@ -138,6 +160,10 @@ class Ranks:
     def _device(self) -> torch.device:
         cuda = dist.get_backend(self.group) == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _length(span: slice) -> int:
+    return span.stop - span.start
 
 
 def _of_a_collective(error: RuntimeError) -> bool:

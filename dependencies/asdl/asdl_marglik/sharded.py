@@ -1,7 +1,7 @@
 """One block of data on several ranks: each runs both passes over its own data points, statistics are put together.
 
 Sums over data are reduced and rows are gathered, so that every rank has the statistics of all data, and whatever is
-computed from them is computed everywhere alike; only the rows of a kernel stay where they are. Gradients of the second
+computed from them is computed everywhere alike; of the rows of a kernel each keeps its own. Gradients of the second
 pass are added up.
 """
 

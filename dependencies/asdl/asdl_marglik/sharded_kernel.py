@@ -1,10 +1,12 @@
-"""A kernel whose rows are on several ranks: they stay where they are and visit the others, one weight at a time.
+"""A kernel whose rows are on several ranks.
 
-Rank r makes its strip of the kernel, and on the way back the cotangents of its own rows:
+Each rank has the rows of its own data points, V_r [n_r K, P]. For the kernel they are exchanged, one weight at a time,
+so that each has its own columns of all rows, W_r [S K, P_r]; back go the cotangents of columns, as those of own rows:
 
-    K_r = [V_r V_1^T, V_r V_2^T, ...],     V_r_bar = sum_q (K_bar + K_bar^T)_rq V_q
+    K = sum_r W_r W_r^T,     W_r_bar = (K_bar + K_bar^T) W_r
 
-It keeps S K P / R numbers (and as many cotangents), so that a block may grow with the number of ranks.
+It keeps S K P / R numbers (and as many cotangents), so that a block may grow with the number of ranks, and sends as
+many. Factors of rows, which are small, visit the other ranks instead: rank r makes its strip K_r = [V_r V_1^T, ...].
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from torch import Tensor
 
 from .chunk import Chunk
 from .kernel import Gram
+from .linalg import gram_of
 from .part import Groups, Memory
 from .ranks import Ranks
-from .stores import Rows, Store
+from .stores import Factors, Rows, Store
 
 if TYPE_CHECKING:
     from .structure import Problem
+
+STEP = "rows of the kernel"
 
 
 class ShardedGram(Gram):
@@ -33,45 +38,47 @@ class ShardedGram(Gram):
     def __init__(self, stores: Sequence[Store], groups: Groups, ranks: Ranks, n_data: int, *, packed: bool = True):
         super().__init__(stores, groups, packed=packed)
         self.ranks, self.n_data = ranks, n_data
+        self.own = ranks.spans(n_data)[ranks.rank]
         self._cotangents: list[list[Tensor]] = []
 
     def memory(self, problem: Problem) -> Memory:
-        """Own rows and their cotangents; a weight's rows of another rank; the kernels and their determinant."""
+        """Own rows and their cotangents; a weight's rows as they are exchanged; the kernels and their determinant."""
         kept = [problem.held * store.bytes_per_datum(problem) for store in self.stores]
         head = super().memory(problem).working
-        return Memory(2 * sum(kept), max(2 * max(kept), head))
+        return Memory(2 * sum(kept), max(3 * max(kept), head))
+
+    def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
+        grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
+        for store, kept in zip(self.stores, self._kept(observations), strict=True):
+            index, inverse = self._index(store.name), self._inverse(store.name, log_precision, kept[0])
+            gram, known = self._gram(store, kept, inverse), grams[index]
+            grams[index] = gram if known is None else known.add_(gram)
+        whole = torch.stack([gram for gram in grams if gram is not None])
+        self.ranks.sum_([whole], "kernels")
+        return [whole]
+
+    def _gram(self, store: Store, kept: list[Tensor], inverse: Tensor | None) -> Tensor:
+        """This rank's term of a weight's kernel [S K, S K]."""
+        if isinstance(store, Rows):
+            columns = self._columns(store, kept)
+            return gram_of(columns) if inverse is None else (columns * self._of_columns(inverse)) @ columns.mT
+        assert isinstance(store, Factors)
+        strip = torch.cat([store.cross(kept, visitors) for _, visitors in self._visits(kept)], 1)
+        whole = strip.new_zeros(strip.shape[1], strip.shape[1])
+        whole[_rows_of(self.own, len(strip) // len(kept[0]))] = strip
+        return whole
+
+    def _columns(self, store: Rows, kept: list[Tensor]) -> Tensor:
+        """Own columns of all rows [S K, P_r]."""
+        rows = store.all_rows(kept)
+        return self.ranks.columns(rows, self.n_data, len(rows) // len(kept[0]), STEP)
+
+    def _of_columns(self, per_weight: Tensor) -> Tensor:
+        return per_weight[self.ranks.spans(len(per_weight))[self.ranks.rank]]
 
     def _visits(self, kept: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
         """The data points of one rank after the other: where they are in the block, and what is kept of them."""
-        visitors = self.ranks.visits(kept, self.n_data, "rows of the kernel")
-        return zip(self.ranks.spans(self.n_data), visitors, strict=True)
-
-    def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
-        strips: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
-        n_own = 0
-        for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse, index = self._inverse(store.name, log_precision, kept[0]), self._index(store.name)
-            strip, n_own = torch.cat([store.cross(kept, v, inverse) for _, v in self._visits(kept)], 1), len(kept[0])
-            known = strips[index]
-            strips[index] = strip if known is None else known.add_(strip)
-        stacked = torch.stack([strip for strip in strips if strip is not None], 1)  # [n_r K, groups, N K]
-        by_datum = stacked.unflatten(0, (n_own, -1))
-        whole = self.ranks.gather(by_datum, self.n_data, "strips of the kernel").flatten(0, 1)
-        return [whole.transpose(0, 1).contiguous()]
-
-    def _back(
-        self, kept: list[Tensor], store: Store, bar: Tensor, inverse: Tensor | None, outputs: bool
-    ) -> list[Tensor]:
-        """Cotangents of what is kept of own data, from that of a whole kernel."""
-        k = len(bar) // self.n_data
-        own = _rows_of(self.ranks.spans(self.n_data)[self.ranks.rank], k)
-        symmetric = bar[own] + bar[:, own].mT
-        total: list[Tensor] = []
-        for span, visitors in self._visits(kept):
-            piece = symmetric[:, _rows_of(span, k)].contiguous()
-            found = store.cotangents(kept, visitors, piece, inverse, of_outputs=outputs)
-            total = [t.add_(f) for t, f in zip(total, found, strict=True)] if total else found
-        return total
+        return zip(self.ranks.spans(self.n_data), self.ranks.visits(kept, self.n_data, STEP), strict=True)
 
     def exchange(
         self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor, *, of_outputs: bool
@@ -80,7 +87,25 @@ class ShardedGram(Gram):
         self._cotangents = []
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
             inverse, bar = self._inverse(store.name, log_precision, kept[0]), bars[0][self._index(store.name)]
-            self._cotangents.append(self._back(kept, store, bar, inverse, of_outputs))
+            self._cotangents.append(self._back(store, kept, bar + bar.mT, inverse, of_outputs))
+
+    def _back(
+        self, store: Store, kept: list[Tensor], symmetric: Tensor, inverse: Tensor | None, of_outputs: bool
+    ) -> list[Tensor]:
+        """Cotangents of what is kept of own data, from that of a whole kernel."""
+        n_own, k = len(kept[0]), len(symmetric) // self.n_data
+        if isinstance(store, Rows):
+            columns = symmetric @ self._columns(store, kept)
+            if inverse is not None:
+                columns *= self._of_columns(inverse)
+            size = store.all_rows([t[:1] for t in kept]).shape[1]
+            return [self.ranks.rows(columns, n_own * k, size, k, STEP).view(n_own, k, size)]
+        total: list[Tensor] = []
+        for span, visitors in self._visits(kept):
+            piece = symmetric[_rows_of(self.own, k), _rows_of(span, k)].contiguous()
+            found = store.cotangents(kept, visitors, piece, inverse, of_outputs=of_outputs)
+            total = [t.add_(f) for t, f in zip(total, found, strict=True)] if total else found
+        return total
 
     def pull(
         self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
@@ -91,17 +116,17 @@ class ShardedGram(Gram):
     def precision_gradient(
         self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
     ) -> Tensor | None:
-        """That of own rows: a term of the sum over ranks."""
+        """That of own columns: a term of the sum over ranks."""
         if not self.elementwise:
             return None
         gradient = torch.zeros_like(log_precision)
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse = self._inverse(store.name, log_precision, kept[0])
+            inverse, group = self._inverse(store.name, log_precision, kept[0]), self.groups[store.name]
             if inverse is not None:
                 assert isinstance(store, Rows)
-                (rows_bar,) = self._back(kept, store, bars[0][-1], None, True)
-                slope = -(rows_bar.flatten(0, 1) * store.all_rows(kept)).sum(0) * inverse / 2
-                gradient[self.groups[store.name]] = slope.to(gradient.dtype)
+                w = self._columns(store, kept)
+                slope = -((bars[0][-1] @ w) * w).sum(0) * self._of_columns(inverse)
+                self._of_columns(gradient[group])[:] = slope.to(gradient.dtype)
         return gradient
 
 

@@ -51,15 +51,11 @@ class Store(ABC):
         """V P^-1 V^T [N, N] for a precision per element, V V^T without."""
 
     @abstractmethod
-    def cross(self, own: list[Tensor], others: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
-        """Some rows of the Gram matrix, with the columns of other data."""
-
-    @abstractmethod
     def cotangents(
         self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
         scratch: Scratch | None = None, of_outputs: bool = True,
     ) -> list[Tensor]:  # fmt: skip
-        """What `cross` sends back to `own`, from twice its symmetric cotangent; a sum over `others`.
+        """Cotangents of `own`, from that of its rows of the Gram matrix and the columns of `others`; a sum over these.
 
         scratch: where it may be put. of_outputs: whether anything depends on the output cotangents.
         """
@@ -103,10 +99,6 @@ class Rows(Store):
         if inverse_precision is None and self.mirrored:
             return gram_of(v)
         return (v if inverse_precision is None else v * inverse_precision) @ v.mT
-
-    def cross(self, own: list[Tensor], others: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
-        v = self.all_rows(own)
-        return (v if inverse_precision is None else v * inverse_precision) @ self.all_rows(others).mT
 
     def cotangents(
         self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
@@ -166,9 +158,10 @@ class Factors(Store):
         return inputs.view(n, 1, t, len(b), 1, t), outputs.view(n, k, t, len(b), k, t)
 
     def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
-        return self.cross(kept, kept, inverse_precision)
+        return self.cross(kept, kept)
 
-    def cross(self, own: list[Tensor], others: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+    def cross(self, own: list[Tensor], others: list[Tensor]) -> Tensor:
+        """Some rows of the Gram matrix, with the columns of other data."""
         inputs, outputs = self._products(own, others)
         n, k, _, m = outputs.shape[:4]
         return (inputs * outputs).sum((2, 5)).reshape(n * k, m * k)
@@ -214,7 +207,7 @@ class SharedFactors(Factors):
                 gram[own, :, i] = found.mT
         return gram.view(n * k, n * k)
 
-    def cross(self, own: list[Tensor], others: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+    def cross(self, own: list[Tensor], others: list[Tensor]) -> Tensor:
         (a, g), (b, h) = own, others
         (n, t, k), m = g.shape[:3], len(h)
         found = g.new_empty(n, k, m, k)
