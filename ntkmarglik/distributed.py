@@ -74,8 +74,11 @@ def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks |
     attempt = dist.PrefixStore(f"attempt {restarts()}", store)
     dist.init_process_group(backend, store=attempt, rank=number, world_size=size, timeout=wait)
     torch.manual_seed(seed + rank())  # of what a network draws by itself, as dropout does
-    yield Ranks()
-    dist.destroy_process_group()  # not after an error: the others may not answer
+    ranks = Ranks()
+    yield ranks
+    # not after an error: the others may not answer
+    ranks.barrier("end")  # a rank that leaves early closes connections that others still use
+    dist.destroy_process_group()
 
 
 def by_first(ranks: Ranks | None, compute: Callable[[], T], step: str) -> T:
