@@ -88,6 +88,26 @@ def test_memory_of_an_operation_is_measured_in_a_process_of_its_own():
     assert 0 <= small < large
 
 
+def test_the_model_of_many_ranks_starts_at_one_and_loses():
+    import distributed
+
+    seconds = {"step": 4e-3, "ntk": 1.3e-2, "kfac": 3e-2, "flop": 1e-11}
+    rows = [
+        line.strip("| ").split(" | ") for line in distributed.table(seconds, distributed.Cluster()).splitlines()[2:]
+    ]
+    assert len(rows) == 10
+    for _, _, first, *rest in rows:
+        assert first == "100" and sorted(map(int, rest), reverse=True) == list(map(int, rest))
+
+
+@pytest.mark.slow
+def test_two_ranks_are_measured(tmp_path):
+    work = "weight step, batch of 256"
+    run("benchmarks/distributed.py", "--only", work, "--rounds", "1", "--no-model", "--csv", tmp_path / "d.csv")
+    (row,) = read(tmp_path / "d.csv")
+    assert row["work"] == work and all(float(row[name]) > 0 for name in ("wall_1", "wall_2", "cpu_1", "cpu_2"))
+
+
 def test_files_are_short():
     for path in (ROOT / "benchmarks").glob("*.py"):
         assert len(Path(path).read_text().splitlines()) <= 250
