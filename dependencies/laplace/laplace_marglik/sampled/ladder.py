@@ -31,10 +31,11 @@ def rungs(trace: float, count: int) -> list[float]:
 
 
 def integral(factors: Sequence[float], gammas: Sequence[float], trace: float) -> float:
-    """The trapezoidal rule in log t, with the middle of the bracket beyond the last rung."""
-    inner = sum(
-        0.5 * (gammas[i] + gammas[i + 1]) * math.log(factors[i + 1] / factors[i]) for i in range(len(factors) - 1)
-    )
+    """The trapezoidal rule in log t, kept inside the bracket; its middle beyond the last rung."""
+    inner = 0.0
+    for s, t, first, last in zip(factors, factors[1:], gammas, gammas[1:], strict=False):
+        low, high = _between(s, t, first, last)
+        inner += min(max(0.5 * (first + last) * math.log(t / s), low), high)
     return inner + 0.5 * (gammas[-1] + max(trace / factors[-1], gammas[-1]))
 
 
@@ -42,14 +43,19 @@ def bracket(factors: Sequence[float], gammas: Sequence[float], trace: float) -> 
     """Lower and upper bound of the log-determinant for exact gammas; with estimates, nearly."""
     low, high = gammas[-1], max(trace / factors[-1], gammas[-1])
     for s, t, first, last in zip(factors, factors[1:], gammas, gammas[1:], strict=False):
-        last = min(max(last, first * s / t), first)  # noise may break the order that the exact ones have
-        if first <= 0:
-            continue
-        turn = first * s / last  # where s gamma(s) / v falls to gamma(t)
-        low += first - last + last * math.log(t / turn)
-        turn = last * t / first  # where t gamma(t) / v falls below gamma(s)
-        high += first * math.log(turn / s) + first - last
+        least, most = _between(s, t, first, last)
+        low, high = low + least, high + most
     return low, high
+
+
+def _between(s: float, t: float, first: float, last: float) -> tuple[float, float]:
+    """Bounds of the integral from s to t, given gamma(s) and gamma(t)."""
+    if first <= 0:
+        return 0.0, 0.0
+    last = min(max(last, first * s / t), first)  # noise may break the order that the exact ones have
+    # below, gamma(v) is s gamma(s) / v until that falls to gamma(t); above, gamma(s) until t gamma(t) / v falls below it
+    steps = math.log(last * t / (first * s))
+    return first - last + last * steps, first - last + first * steps
 
 
 @dataclass(frozen=True)
