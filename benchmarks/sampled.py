@@ -63,7 +63,7 @@ STUDIES = {
         "mnist", "mininet", 500, 60, 4, 60, 2, 250, batch=250, rungs=3, n_test=500, start=16, tolerance=0.03
     ),
     "cifar10": Study(
-        "cifar10", "resnet_norm", 200, 40, 4, 60, 1, 50, batch=100, rungs=2, n_test=250, exclude=("*norm*",), width=4,
+        "cifar10", "resnet_norm", 300, 120, 4, 60, 1, 50, batch=100, rungs=4, n_test=500, exclude=("*norm*",), width=4,
         start=64, tolerance=0.03,
     ),
 }  # fmt: skip

@@ -53,7 +53,6 @@ def _between(s: float, t: float, first: float, last: float) -> tuple[float, floa
     if first <= 0:
         return 0.0, 0.0
     last = min(max(last, first * s / t), first)  # noise may break the order that the exact ones have
-    # below, gamma(v) is s gamma(s) / v until that falls to gamma(t); above, gamma(s) until t gamma(t) / v falls below it
     steps = math.log(last * t / (first * s))
     return first - last + last * steps, first - last + first * steps
 
