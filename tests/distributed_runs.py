@@ -12,10 +12,10 @@ import ntkmarglik.run
 from ntkmarglik.config import parse
 
 TINY = shlex.split(
-    "--model mlp --width 6 --n-data 49 --subset 16 --outputs 2 --epochs 2 --burnin 1 --frequency 1 --prior-steps 2 "
-    "--aug-steps 1 --aug-samples 2 --batch-size 16 --precision float64 --samples 2 --solver-passes 4 --ladder 2 "
+    "--model mlp --width 6 --n-data 47 --subset 16 --outputs 2 --epochs 2 --burnin 1 --frequency 1 --prior-steps 2 "
+    "--aug-steps 1 --aug-samples 2 --batch-size 23 --precision float64 --samples 2 --solver-passes 4 --ladder 2 "
     "--blocks-per-step 3 --lr 1e-3 --no-baseline"
-)  # 49 = 3 * 16 + 1: the last batch has one datum, and three blocks on two ranks are two and one
+)  # 47 = 23 + 23 + 1: uneven parts, one of them empty; three blocks on two ranks are two and one
 RUNS = {
     "map": "--method map",
     "ntk": "--method ntk --augment affine --flip --baseline",
