@@ -27,7 +27,6 @@ from .solve import (
     Product,
     Solver,
     conjugate_gradients,
-    largest_eigenvalue,
     nesterov,
     solver_for,
 )
@@ -180,7 +179,7 @@ class SampledLaplace:
             bound = solver.clip * data.norm(dim=1, keepdim=True).double()
             steps = nesterov(
                 lambda v, batch: system.gradient(v, batch, group, target, solver.noise_in),
-                system.steps, z, solver, solver.rate or RATE / self._steepest(system), bound,
+                system.steps, z, solver, solver.rate or RATE / system.steepest(self._like), bound,
             )  # fmt: skip
         image = system.curvature(z)
         function, decay = self.layout.dots(z, image), system.precision * self.layout.dots(z, z)
@@ -189,19 +188,6 @@ class SampledLaplace:
         error = (self.layout.dots(residual, residual) / system.precision).sum(1) / (function + decay).sum(1)
         weight = self.layout.counts.to(z.device) - decay
         return function, weight, residual.norm(dim=1) / target.norm(dim=1), error.sqrt(), steps
-
-    def _steepest(self, system: System) -> float:
-        """The largest eigenvalue of the H of the first batch: what limits a minibatch step."""
-        batch = next(system.steps())
-
-        def product(v: Tensor) -> Tensor:
-            out = torch.zeros_like(v)
-            if len(batch.y):
-                system.add_curvature_(out, v, batch, self.n_data / batch.total)
-            system.over_ranks_(out, "steepest curvature")
-            return self.layout.add_(out, v, system.precision)
-
-        return largest_eigenvalue(product, self._like.expand(self.layout.size))
 
     # ------------------------------------------------------------------------------------------------------ results
 

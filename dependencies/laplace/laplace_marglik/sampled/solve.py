@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import MarglikError
-from .system import NoiseIn
 
+NoiseIn = Literal["prior", "data"]
 Product = Callable[[Tensor], Tensor]
 POWER_ITERATIONS = 20
 PIECE = 2**16  # weights whose products are added up at once

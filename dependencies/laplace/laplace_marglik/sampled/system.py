@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from asdl_marglik import Ranks, map_inputs
@@ -33,8 +33,8 @@ from ..likelihood import Likelihood
 from ..prior import GaussianPrior
 from .layout import Layout
 from .linearised import Linearised
+from .solve import NoiseIn, largest_eigenvalue
 
-NoiseIn = Literal["prior", "data"]
 Loader = Iterable[tuple[Any, Tensor]]
 
 
@@ -145,6 +145,18 @@ class System:
     def product(self, z: Tensor, outputs: list[Tensor] | None = None) -> Tensor:
         """H z [k, P] over all data."""
         return self.layout.add_(self.curvature(z, outputs), z, self.precision)
+
+    def steepest(self, like: Tensor) -> float:
+        """The largest eigenvalue of the H of the first batch: what limits a minibatch step."""
+        batch = next(self.steps())
+
+        def product(v: Tensor) -> Tensor:
+            out = torch.zeros_like(v)
+            if len(batch.y):
+                self.add_curvature_(out, v, batch, self.n_data / batch.total)
+            return self.layout.add_(self.over_ranks_(out, "steepest curvature"), v, self.precision)
+
+        return largest_eigenvalue(product, like.expand(self.layout.size))
 
     def pushed(self, z: Tensor) -> dict[int, Tensor]:
         """J z [k, n, ...] of own data, by the number of their batch: one pass."""
