@@ -213,4 +213,4 @@ def test_digits_network():
     )
     with torch.no_grad():
         network = -nn.functional.cross_entropy(model(data.x_test), data.y_test)
-    assert better > laplace and better > network - 0.2  # samples at the outputs' curvature lose by much more
+    assert better > (laplace + network) / 2  # averaged curvature mends more than half of what samples lose
