@@ -108,22 +108,27 @@ def check_blocks(ranks):
             close(f, e, f"{structure} by blocks")
 
 
-def samples(ranks, solver, scaling):
+def samples(ranks, solver, scaling, curvature):
     model, x, y = case("mlp")
     batches = list(zip(x.split(2), y.split(2), strict=True))
     posterior = SampledLaplace(
         model, "classification", n_data=5, prior=GaussianPrior(model, "layerwise", 0.3), samples=2, solver=solver,
-        scaling=scaling, ranks=ranks, generator=torch.Generator().manual_seed(1),
+        scaling=scaling, curvature=curvature, ranks=ranks, generator=torch.Generator().manual_seed(1),
     )  # fmt: skip
     precision = posterior.fit(batches).update_prior(batches)
     return precision, posterior.weight_samples, posterior.mode, posterior.log_evidence(batches, rungs_=2).total
 
 
 def check_samples(ranks):
-    for solver, scaling in ((ConjugateGradients(1e-12, 4, rows=3), "g-prior"), (Sgd(2, noise_in="data"), "none")):
-        expected, found = (samples(r, solver, scaling) for r in (None, ranks))
+    exact = ConjugateGradients(1e-12, 4, rows=3)
+    steps = Sgd(2, noise_in="data")
+    for settings in (
+        (exact, "g-prior", "outputs"), (steps, "none", "outputs"), (exact, "none", "averaged"),
+        (steps, "none", "averaged"),
+    ):  # fmt: skip
+        expected, found = (samples(r, *settings) for r in (None, ranks))
         for e, f in zip(expected, found, strict=True):
-            close(f, e, f"{solver} {scaling}", rtol=1e-6)
+            close(f, e, str(settings), rtol=1e-6)
 
 
 def check_bounds(ranks):
