@@ -86,10 +86,18 @@ class Gram(Part):
             inverse = self._inverse(store.name, log_precision, kept[0])
             if inverse is not None:
                 assert isinstance(store, Rows)
-                v = store.all_rows(kept)
-                slope = -((bars[0][-1] @ v) * v).sum(0) * inverse
-                gradient[self.groups[store.name]] = slope.to(gradient.dtype)
+                v = self._columns(store, kept)
+                slope = -((bars[0][-1] @ v) * v).sum(0) * self._of_columns(inverse)
+                self._of_columns(gradient[self.groups[store.name]])[:] = slope.to(gradient.dtype)
         return gradient
+
+    def _columns(self, store: Rows, kept: list[Tensor]) -> Tensor:
+        """Rows of all data [S K, P]; with several ranks, own columns of them."""
+        return store.all_rows(kept)
+
+    def _of_columns(self, per_weight: Tensor) -> Tensor:
+        """The part of a vector with an entry per element of a weight that belongs to `_columns`."""
+        return per_weight
 
     def pull(
         self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor

@@ -113,22 +113,6 @@ class ShardedGram(Gram):
         for store, cotangents in zip(self.stores, self._cotangents, strict=True):
             store.hand(chunk, [c[rows] for c in cotangents])
 
-    def precision_gradient(
-        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
-    ) -> Tensor | None:
-        """That of own columns: a term of the sum over ranks."""
-        if not self.elementwise:
-            return None
-        gradient = torch.zeros_like(log_precision)
-        for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse, group = self._inverse(store.name, log_precision, kept[0]), self.groups[store.name]
-            if inverse is not None:
-                assert isinstance(store, Rows)
-                w = self._columns(store, kept)
-                slope = -((bars[0][-1] @ w) * w).sum(0) * self._of_columns(inverse)
-                self._of_columns(gradient[group])[:] = slope.to(gradient.dtype)
-        return gradient
-
 
 def _rows_of(span: slice, k: int) -> slice:
     return slice(k * span.start, k * span.stop)
