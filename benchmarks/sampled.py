@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from laplace_marglik.sampled import ConjugateGradients
 from laplace_marglik.sampled.system import Loader
 from measure import peak_above_start
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from ntkmarglik.data import Dataset, load
 from ntkmarglik.evaluate import joint_log_likelihood, metrics
@@ -169,19 +171,31 @@ def memory(samples: int = 8) -> str:
     solver = ConjugateGradients(max_iterations=2)
     posterior = SampledLaplace(model, "classification", n_data=8, prior=prior, samples=samples, solver=solver)
 
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
+    def training() -> None:
         nn.functional.cross_entropy(model(x), y).backward()
 
-    step()
-    training = peak_above_start(step)
+    def learning() -> None:
+        posterior.fit([(x, y)]).update_prior([(x, y)])
+
+    training()  # the libraries' own first-call allocations
     model.zero_grad(set_to_none=True)
-    peak = peak_above_start(lambda: posterior.fit([(x, y)]).update_prior([(x, y)]))
-    numbers = 4 * posterior.layout.size
+    resident = peak_above_start(learning)
+    step = _alive(training)
+    model.zero_grad(set_to_none=True)
+    peak, size = _alive(learning), posterior.layout.size
     return (
-        f"P = {posterior.layout.size:,}, k = {samples}: peak {peak / 1e6:.0f} MB = {peak / numbers:.1f} P numbers; "
-        f"(3 k + 2) P is {(3 * samples + 2) * numbers / 1e6:.0f} MB, a training step {training / 1e6:.0f} MB"
+        f"P = {size:,}, k = {samples}: tensors of {peak / 1e6:.0f} MB = {peak / (4 * size):.1f} P numbers; (3 k + 2) P "
+        f"is {4 * (3 * samples + 2) * size / 1e6:.0f} MB, a training step {step / 1e6:.0f} MB; resident memory rose by "
+        f"{resident / 1e6:.0f} MB"
     )
+
+
+def _alive(function: Callable[[], object]) -> int:
+    """Most bytes of tensors made by a function that were alive together: what an allocator keeps is not counted."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    found = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())))
 
 
 def _cpu_seconds(function: Callable[[], object]) -> float:
