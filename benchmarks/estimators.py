@@ -82,8 +82,8 @@ TARGETS: dict[Case, tuple[float, Callable[[Case], float]]] = {
     Case("mininet", "ntk", 50, 1, None): (22, rows_and_chunk),
     Case("resnet", "ntk", 20, 1, None): (25, rows_and_chunk),
     Case("resnet", "kfac", 50, 0, None): (6, training_steps(2)),
-    Case("resnet", "blockdiag", 50, 5): (5, flat_in_copies),
-    Case("resnet", "diag", 50, 5): (5, flat_in_copies),
+    Case("resnet", "blockdiag", 50, 5): (5, rows_and_chunk),
+    Case("resnet", "diag", 50, 5): (5, rows_and_chunk),
     Case("mininet", "ntk", 150): (math.nan, rows_and_chunk),
     Case("mininet", "ntk", 150, 5): (math.nan, rows_and_chunk),
 }
