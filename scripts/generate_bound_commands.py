@@ -53,7 +53,7 @@ def estimators(names: list[str], scale: Scale) -> Iterator[Config]:
 # at small scale: the choices that are not multiplied with each other, one command each
 SMALL_GRIDS: dict[str, list[dict[str, Any]]] = {
     "bound-grid-prior": [
-        {"structures": ("ntk",), "subsets": (10, 50, 100, 250, 0), "roots": ("paper", "fisher", "eigen")},
+        {"structures": ("ntk",), "subsets": (10, 20, 50, 100, 250, 0), "roots": ("paper", "fisher", "eigen")},
         {
             "structures": ("blockdiag",),
             "subsets": (10, 50, 100, 250, 0),
@@ -64,7 +64,7 @@ SMALL_GRIDS: dict[str, list[dict[str, Any]]] = {
         {"structures": ("diag",), "subsets": (0,), "outputs": ("all",)},
     ],
     "bound-grid-rotation": [
-        {"structures": ("ntk",), "subsets": (10, 50, 100, 250, 0), "roots": ("paper", "fisher")},
+        {"structures": ("ntk",), "subsets": (10, 20, 50, 100, 250, 0), "roots": ("paper", "fisher")},
         {"structures": ("kfac", "diag"), "subsets": (0,), "outputs": ("all",)},
         {"structures": ("kfac",), "subsets": (10, 100), "outputs": ("all",), "partitions": ("random",)},
         {

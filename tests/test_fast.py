@@ -156,7 +156,7 @@ def test_kernels_of_many_rows_are_mirrored_unless_switched_off(monkeypatch):
     assert_same(*found, 1e-9)
 
 
-@pytest.mark.parametrize("n", [5, 200, 201])
+@pytest.mark.parametrize("n", [5, 200, 201, 1001])
 def test_a_gram_matrix_half_of_which_is_mirrored(n):
     rows = torch.randn(n, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(gram_of(rows), rows @ rows.mT)

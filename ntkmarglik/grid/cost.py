@@ -17,6 +17,8 @@ from .kernel import STRUCTURES
 FEW, MORE = 16, 48  # data points of two timings, which tell what grows with the data from what does not
 SIDE = 1000  # of matrices that are timed
 VALUE = 6e-5  # seconds for a block at one value of a prior grid, once its spectrum is known
+BLOCK = 5e-4  # and for any block that is cut out of the kernel of all rows
+MIXING = 60  # copies of a kernel take as long as the product with the roots on both sides
 
 
 def sizes_of(reference: Reference, bound: Bound) -> Sizes:
@@ -67,7 +69,8 @@ class Speed:
         total = 0.0
         for parameters in parts:
             side = sizes.rows if sizes.structure == "ntk" else min(sizes.rows, parameters)
-            total += self.multiply * sizes.rows * parameters * side + self.decompose * side**3
+            mirrored = 0.5 if side == sizes.rows else 1.0  # half of a kernel is the mirror image of the other
+            total += mirrored * self.multiply * sizes.rows * parameters * side + self.decompose * side**3
         return total
 
 
@@ -81,16 +84,19 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
     for bound in bounds:
         sizes = sizes_of(reference, bound)
         shared = share and bound.structure in STRUCTURES
-        block = speed.algebra(sizes, shared=shared and bound != bounds[0])
+        blocks = bound.blocks(reference.data, config.place.seed, config.grid.blocks)
+        block, mixing = speed.algebra(sizes, shared=shared and bound != bounds[0]), 0.0
         if shared:
-            block += VALUE * config.grid.points * prior + 4 * speed.copy * (bound.subset * c) ** 2
+            block += BLOCK + VALUE * config.grid.points * prior
+            if bound.root != "paper":
+                data = {tuple(b.index.tolist()) for b in blocks}  # whose outputs are mixed once for all blocks
+                mixing = len(data) * MIXING * speed.copy * (bound.subset * c) ** 2
         if not shared or bound == bounds[0]:
             kind = (bound.structure, bound.outputs, bound.root == "paper")
             if kind not in passes:
                 passes[kind] = _pass_seconds(reference, bound, config)
             block += passes[kind][0] + passes[kind][1] * bound.subset
-        blocks = len(bound.blocks(reference.data, config.place.seed, config.grid.blocks))
-        found.append(blocks * block * (1 if prior else config.grid.points))
+        found.append((len(blocks) * block + mixing) * (1 if prior else config.grid.points))
     return found
 
 

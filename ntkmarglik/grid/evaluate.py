@@ -82,16 +82,17 @@ class Evaluator:
         shared = self.share and bound.structure in STRUCTURES
         with torch.no_grad():
             if self.config.grid.hyperparameter == "prior":
-                found = [
-                    self._kernel_at(None).spectrum(bound, b) if shared else ml.spectrum(*self._data(b)) for b in blocks
-                ]
+                found = (
+                    self._kernel_at(None).spectra(bound, blocks)
+                    if shared
+                    else [ml.spectrum(*self._data(block)) for block in blocks]
+                )
                 return [Evidence.mean([spectrum.evidence(value) for spectrum in found]) for value in values]
             return [
                 Evidence.mean(
-                    [
-                        self._kernel_at(value).evidence(bound, b) if shared else self._turned(ml, value, b)
-                        for b in blocks
-                    ]
+                    self._kernel_at(value).evidences(bound, blocks)
+                    if shared
+                    else [self._turned(ml, value, block) for block in blocks]
                 )
                 for value in values
             ]

@@ -138,5 +138,6 @@ def mixed_gram(gram: Tensor, mixing: Tensor | None) -> Tensor:
     n, k, r = mixing.shape
     if k == r == 1:
         return mixing.reshape(n, 1) * gram * mixing.reshape(1, n)
-    gram = torch.einsum("ikr,ikjl->irjl", mixing, gram.reshape(n, k, n, k))
-    return torch.einsum("irjl,jls->irjs", gram, mixing).reshape(n * r, n * r)
+    half = (mixing.mT @ gram.reshape(n, k, n * k)).reshape(n * r, n * k)
+    # the other side from the transpose: by symmetry it is the same product again, and both are along rows
+    return (mixing.mT @ half.mT.reshape(n, k, n * r)).reshape(n * r, n * r)

@@ -198,16 +198,27 @@ def eigenvalues_of_rows(rows: Tensor) -> Tensor:
 
 
 def gram_of(rows: Tensor) -> Tensor:
-    """R R^T of rows R [N, D]; of many rows, a quarter is mirrored instead of computed."""
+    """R R^T of rows R [N, D]; of many rows, what is above the diagonal is mirrored instead of computed."""
     n = len(rows)
     if n < MANY_ROWS:
         return rows @ rows.mT
-    upper, lower = rows.tensor_split(2)
     gram = rows.new_empty(n, n)
-    gram[: len(upper), : len(upper)] = upper @ upper.mT
-    gram[len(upper) :] = lower @ rows.mT
-    gram[: len(upper), len(upper) :] = gram[len(upper) :, : len(upper)].mT
+    _fill_gram(rows, gram)
     return gram
+
+
+def _fill_gram(rows: Tensor, gram: Tensor) -> None:
+    if len(rows) < MANY_ROWS:
+        torch.mm(rows, rows.mT, out=gram)
+        return
+    half = len(rows) // 2
+    _fill_gram(rows[:half], gram[:half, :half])
+    if half < MANY_ROWS:
+        torch.mm(rows[half:], rows.mT, out=gram[half:])
+    else:
+        torch.mm(rows[half:], rows[:half].mT, out=gram[half:, :half])
+        _fill_gram(rows[half:], gram[half:, half:])
+    gram[:half, half:] = gram[half:, :half].mT
 
 
 class _SecondMoment(torch.autograd.Function):
