@@ -52,7 +52,7 @@ def _panel(axes: Axes, rows: list[Row], quantity: str) -> list[Label]:
         axes.errorbar(
             x, y, yerr=error, color=colour, linestyle=style, marker=marker, markersize=3, linewidth=1.2, capsize=1.5
         )
-        ends.append((y[-1], "KFAC, all data" if "-N-" in label else label.upper(), colour))
+        ends.append((y[-1], "KFAC, all data" if "-N-" in label else label.split()[0].upper(), colour))
     sizes = sorted({int(row["n_data"]) for row in rows})
     axes.set_xscale("log")
     axes.set_xticks(sizes, [f"{n // 1000}k" if n % 1000 == 0 else str(n) for n in sizes])

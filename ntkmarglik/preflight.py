@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +12,12 @@ from .config import WITHOUT_BLOCKS, Config
 from .errors import NtkMarglikError
 from .machine import device_of, free_memory
 from .methods import Method, Problem
+from .speed import Speed, seconds
 from .train import hyper_epochs
 
 FEW = 32  # data points of a first timing
 PATIENCE = 2.0  # seconds that a timing may take
+WITH_GRADIENT = 3  # times the algebra of a value: an inverse and products with it besides
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     """Sizes, and estimates of memory and time from one step of each kind; nothing is written."""
     data, training = problem.data, config.training
     index = torch.arange(min(training.batch_size, data.n_data))
-    weight_seconds = _seconds(lambda: method.loss(data.x_train[index], data.y_train[index]).backward())
+    weight_seconds = seconds(lambda: method.loss(data.x_train[index], data.y_train[index]).backward(), PATIENCE)
     problem.model.zero_grad()
     steps_per_epoch = -(-data.n_data // training.batch_size)
     total = training.epochs * steps_per_epoch * weight_seconds
@@ -226,21 +227,9 @@ def _evidence_seconds(sizes: Sizes, problem: Problem, method: Method) -> float:
     def estimate(points: int) -> float:
         index, columns = block.index[:points], block.columns[:points]
         x, y = data.x_train[index], data.y_train[index]
-        return _seconds(lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()))
+        return seconds(lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()), PATIENCE)
 
     points = min(FEW, sizes.subset)
-    seconds = estimate(points)
-    if seconds * sizes.subset / points < PATIENCE:
-        return estimate(sizes.subset)
-    return seconds * sizes.subset / points
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    """Time of a second call; of the first, which is a little slower, if it takes long."""
-    for _ in range(2):
-        start = time.perf_counter()
-        function()
-        seconds = time.perf_counter() - start
-        if seconds > PATIENCE:
-            break
-    return seconds
+    algebra = Speed.measured(data.x_train, torch.linalg.cholesky).algebra(sizes.structure, sizes.rows, sizes.modules)
+    whole = estimate(points) * sizes.subset / points + WITH_GRADIENT * algebra
+    return estimate(sizes.subset) if whole < PATIENCE else whole

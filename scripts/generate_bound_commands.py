@@ -53,7 +53,7 @@ def estimators(names: list[str], scale: Scale) -> Iterator[Config]:
 # at small scale: the choices that are not multiplied with each other, one command each
 SMALL_GRIDS: dict[str, list[dict[str, Any]]] = {
     "bound-grid-prior": [
-        {"structures": ("ntk",), "subsets": (10, 20, 50, 100, 250, 0), "roots": ("paper", "fisher", "eigen")},
+        {"structures": ("ntk",), "subsets": (10, 20, 50, 100, 250, 500, 0), "roots": ("paper", "fisher", "eigen")},
         {
             "structures": ("blockdiag",),
             "subsets": (10, 50, 100, 250, 0),

@@ -13,6 +13,7 @@ from ntkmarglik.grid.bound import bounds_of, exact_bound
 from ntkmarglik.grid.config import Grid, GridConfig, parse
 from ntkmarglik.grid.run import main, run
 from ntkmarglik.grid.table import BOUNDS, read
+from ntkmarglik.speed import Speed
 
 
 def test_a_second_command_adds_its_rows_and_its_name(tmp_path, capsys):
@@ -56,6 +57,16 @@ def test_a_dry_run_estimates_and_writes_nothing(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "full-40-C" in out and re.search(r"\d+ bounds at 2 values: about \d+ s", out)
     assert not list(tmp_path.iterdir())
+
+
+def test_estimates_count_what_is_done_to_matrices():
+    speed = Speed(decompose=1.0, multiply=2.0, copy=0.0)
+    kernel = 0.5 * 2 * 10 * 12 * 10 + 10**3  # half of R R^T, and its Cholesky factor
+    assert speed.algebra("ntk", 10, (8, 4)) == speed.algebra("full", 10, (8, 4)) == kernel
+    assert speed.algebra("full", 10, (3, 4)) == 2 * 10 * 7 * 7 + 7**3  # fewer weights than rows
+    parts = [2 * 10 * 8 * 8 + 8**3, 0.5 * 2 * 10 * 20 * 10 + 10**3]
+    assert speed.algebra("blockdiag", 10, (8, 20)) == sum(parts)
+    assert speed.algebra("kfac", 10, (8, 4)) == 0
 
 
 @pytest.mark.parametrize(

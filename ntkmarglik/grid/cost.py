@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ..preflight import Sizes
+from ..speed import Speed, seconds
 from .bound import Bound, exact_bound
 from .config import GridConfig
 from .evaluate import Evaluator, Reference, values_of
 from .kernel import STRUCTURES
 
 FEW, MORE = 16, 48  # data points of two timings, which tell what grows with the data from what does not
-SIDE = 1000  # of matrices that are timed
 VALUE = 6e-5  # seconds for a block at one value of a prior grid, once its spectrum is known
 BLOCK = 5e-4  # and for any block that is cut out of the kernel of all rows
 MIXING = 60  # copies of a kernel take as long as the product with the roots on both sides
@@ -39,45 +37,10 @@ def shares_kernel(reference: Reference, bounds: list[Bound]) -> bool:
     return exact in bounds and sizes.rows <= sizes.n_parameters
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Seconds per elementary operation on this machine."""
-
-    decompose: float  # an n x n matrix, divided by n^3
-    multiply: float  # two n x n matrices, divided by n^3
-    copy: float  # an n x n matrix, divided by n^2
-
-    @staticmethod
-    def measured(reference: Reference, decompose: Callable[[torch.Tensor], object]) -> Speed:
-        x = reference.data.x_train
-        a = torch.rand(SIDE, SIDE, dtype=torch.float64, device=x.device)
-        a = a @ a.mT + torch.eye(SIDE, dtype=a.dtype, device=x.device)
-        b = a.to(x.dtype)
-        return Speed(
-            seconds(lambda: decompose(a)) / SIDE**3,
-            seconds(lambda: b @ b) / SIDE**3,
-            seconds(lambda: a.mT + 1) / SIDE**2,
-        )
-
-    def algebra(self, sizes: Sizes, *, shared: bool) -> float:
-        """Kernel or weight-space matrices of a block and their decomposition; little for kfac and diag."""
-        if sizes.structure in ("kfac", "diag"):
-            return 0.0
-        if shared:
-            return self.decompose * sizes.rows**3
-        parts = sizes.modules if sizes.structure == "blockdiag" else (sizes.n_parameters,)
-        total = 0.0
-        for parameters in parts:
-            side = sizes.rows if sizes.structure == "ntk" else min(sizes.rows, parameters)
-            mirrored = 0.5 if side == sizes.rows else 1.0  # half of a kernel is the mirror image of the other
-            total += mirrored * self.multiply * sizes.rows * parameters * side + self.decompose * side**3
-        return total
-
-
 def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) -> list[float]:
     """Estimated time of each bound on the whole grid; that of a shared kernel is counted with the exact value."""
     prior, c = config.grid.hyperparameter == "prior", reference.data.n_classes
-    speed = Speed.measured(reference, torch.linalg.eigvalsh if prior else torch.linalg.cholesky)
+    speed = Speed.measured(reference.data.x_train, torch.linalg.eigvalsh if prior else torch.linalg.cholesky)
     share = shares_kernel(reference, bounds)
     passes: dict[tuple, tuple[float, float]] = {}  # per block and per datum
     found = []
@@ -85,13 +48,14 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
         sizes = sizes_of(reference, bound)
         shared = share and bound.structure in STRUCTURES
         blocks = bound.blocks(reference.data, config.place.seed, config.grid.blocks)
-        block, mixing = speed.algebra(sizes, shared=shared and bound != bounds[0]), 0.0
+        cut, mixing = shared and bound != bounds[0], 0.0  # out of the kernel of all rows
+        block = speed.decompose * sizes.rows**3 if cut else speed.algebra(sizes.structure, sizes.rows, sizes.modules)
         if shared:
             block += BLOCK + VALUE * config.grid.points * prior
             if bound.root != "paper":
                 data = {tuple(b.index.tolist()) for b in blocks}  # whose outputs are mixed once for all blocks
                 mixing = len(data) * MIXING * speed.copy * (bound.subset * c) ** 2
-        if not shared or bound == bounds[0]:
+        if not cut:
             kind = (bound.structure, bound.outputs, bound.root == "paper")
             if kind not in passes:
                 passes[kind] = _pass_seconds(reference, bound, config)
@@ -109,14 +73,3 @@ def _pass_seconds(reference: Reference, bound: Bound, config: GridConfig) -> tup
     first, second = (seconds(lambda n=n: evaluator(replace(bound, subset=n), chosen)) for n in (few, more))  # type: ignore[misc]
     slope = max(0.0, second - first) / max(1, more - few)
     return max(0.0, first - few * slope), slope
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """The shorter of two timings, in time of the processor unless it only waits for a GPU."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    found = []
-    for _ in range(2):
-        start = clock()
-        function()
-        found.append(clock() - start)
-    return min(found)

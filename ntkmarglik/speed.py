@@ -1,0 +1,60 @@
+"""How fast this machine is, to estimate what takes long from what does not."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SIDE = 1000  # of matrices that are timed
+
+
+def seconds(function: Callable[[], object], patience: float = math.inf) -> float:
+    """The shorter of two timings, or the first if it takes long; of one thread its own time, whatever else runs."""
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    clock = time.process_time if alone else time.perf_counter
+    found: list[float] = []
+    while len(found) < 2 and not (found and found[0] > patience):
+        start = clock()
+        function()
+        found.append(clock() - start)
+    return min(found)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds per elementary operation on matrices."""
+
+    decompose: float  # an n x n matrix, divided by n^3
+    multiply: float  # two n x n matrices, divided by n^3
+    copy: float  # an n x n matrix, divided by n^2
+
+    @staticmethod
+    def measured(like: Tensor, decompose: Callable[[Tensor], object]) -> Speed:
+        """Of products in the number format of `like` and decompositions in double precision, where `like` is."""
+        a = torch.rand(SIDE, SIDE, dtype=torch.float64, device=like.device)
+        a = a @ a.mT + torch.eye(SIDE, dtype=a.dtype, device=like.device)
+        b = a.to(like.dtype)
+        return Speed(
+            seconds(lambda: decompose(a)) / SIDE**3,
+            seconds(lambda: b @ b) / SIDE**3,
+            seconds(lambda: a.mT + 1) / SIDE**2,
+        )
+
+    def algebra(self, structure: str, rows: int, modules: tuple[int, ...]) -> float:
+        """Kernels or weight-space matrices of a block of some rows and their decomposition; little for kfac and diag.
+
+        modules: parameters of each.
+        """
+        if structure not in ("ntk", "full", "blockdiag"):
+            return 0.0
+        total = 0.0
+        for parameters in modules if structure == "blockdiag" else (sum(modules),):
+            side = rows if structure == "ntk" else min(rows, parameters)
+            mirrored = 0.5 if side == rows else 1.0  # half of a kernel is the mirror image of the other
+            total += mirrored * self.multiply * rows * parameters * side + self.decompose * side**3
+        return total
