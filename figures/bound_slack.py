@@ -124,9 +124,9 @@ def _described(commands: list[str]) -> str:
 
 
 def _curves(rows: list[Row], chosen: Chosen) -> dict[str, np.ndarray]:
-    """Value, evidence per datum and its standard error [points, 3] of each curve, in order of the file."""
+    """Value, evidence per datum and its standard error [points, 3] of each curve, smaller blocks first."""
     found: dict[str, list[tuple[float, float, float]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: int(row["subset"])):
         exact = row["status"] == "exact"
         label = "exact" if exact else chosen(row)
         if label is not None:

@@ -53,14 +53,8 @@ def estimators(names: list[str], scale: Scale) -> Iterator[Config]:
 # at small scale: the choices that are not multiplied with each other, one command each
 SMALL_GRIDS: dict[str, list[dict[str, Any]]] = {
     "bound-grid-prior": [
-        {"structures": ("ntk",), "subsets": (10, 20, 50, 100, 250, 500, 0), "roots": ("paper", "fisher", "eigen")},
-        {
-            "structures": ("blockdiag",),
-            "subsets": (10, 50, 100, 250, 0),
-            "outputs": ("all",),
-            "partitions": ("random",),
-        },
-        {"structures": ("kfac",), "subsets": (10, 100, 0), "outputs": ("all",), "partitions": ("random",)},
+        {"structures": ("ntk",), "roots": ("paper", "fisher", "eigen")},
+        {"structures": ("blockdiag", "kfac"), "roots": ("paper", "fisher")},
         {"structures": ("diag",), "subsets": (0,), "outputs": ("all",)},
     ],
     "bound-grid-rotation": [

@@ -135,3 +135,17 @@ def test_figures_are_drawn_and_say_what_is_missing(tmp_path):
     for draw in bound_slack.FIGURES.values():
         with pytest.raises(NtkMarglikError, match="no rows for this figure"):
             draw(tmp_path, tmp_path / "figure.png")
+
+
+def test_curves_are_ordered_by_the_size_of_blocks_whatever_the_file(monkeypatch, tmp_path):
+    name = bound_slack.FILES[0]
+    text = (ROOT / "illustrations" / "data" / name).read_text().splitlines()
+    head = [line for line in text if line.startswith(("#", "hyper"))]
+    (tmp_path / name).write_text("\n".join([*head, *reversed(text[len(head) :])]))
+    seen: list[list[str]] = []
+    panel = bound_slack._panel
+    monkeypatch.setattr(bound_slack, "_panel", lambda *given: seen.append(found := panel(*given)) or found)
+    for folder in (ROOT / "illustrations" / "data", tmp_path):
+        bound_slack.FIGURES["bounds_ntk"](folder, tmp_path / "figure.png")
+    colours = {label: colour for _, label, colour in seen[0]}
+    assert colours == {label: colour for _, label, colour in seen[-1]} and len(set(colours.values())) == len(colours)
