@@ -9,7 +9,7 @@ DATASETS = {
     "full": ("cifar10", "cifar10_r180", "cifar10_translated", "cifar10_scaled"),
     "small": ("cifar10", "cifar10_r180"),
 }
-SIZES = {"full": (1000, 5000, 10000, 20000, 0), "small": (500, 1000, 2000)}
+SIZES = {"full": (1000, 5000, 10000, 20000, 0), "small": (500, 2000)}
 
 
 def experiments(scale: Scale) -> list[Experiment]:
@@ -20,7 +20,7 @@ def experiments(scale: Scale) -> list[Experiment]:
             settings = {"dataset": dataset, "n_data": size}
             configs += runs(["cifar-subsets"], scale, ("NTK-400-1", "KFAC-400-1"), **settings)
             configs += runs(["cifar-subsets", "cifar-subsets-full"], scale, ["KFAC-N-C"], **settings)
-    seeds, reduced = ((0, 1, 2), "") if scale == "full" else ((0,), "subsets of 500 to 2000, two variants, 1 seed")
+    seeds, reduced = ((0, 1, 2), "") if scale == "full" else ((0,), "subsets of 500 and 2000, two variants, 1 seed")
     return [Experiment("cifar-subsets", ("cifar-subsets",), "Figures 7, 14-16", seeds, tuple(configs), reduced)]
 
 
