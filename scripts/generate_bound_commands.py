@@ -85,7 +85,7 @@ class Grid:
         lines = [f"{self.name} ({self.what}): one network, {self.configs[0].grid.points} values"]
         if scale == "small":
             settings = described(difference(load_grid(self.name), load_grid(self.name, "small")))
-            lines.append(f"reduced: {settings}; fewer block sizes, roots and structures")
+            lines.append(f"reduced: {settings}; fewer block sizes, roots or structures")
         return lines
 
     def commands(self, root: Path, seeds: Sequence[int], **place: object) -> Iterator[str]:

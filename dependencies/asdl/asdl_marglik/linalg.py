@@ -198,7 +198,10 @@ def eigenvalues_of_rows(rows: Tensor) -> Tensor:
 
 
 def gram_of(rows: Tensor) -> Tensor:
-    """R R^T of rows R [N, D]; of many rows, what is above the diagonal is mirrored instead of computed."""
+    """R R^T of rows R [N, D]; of many rows, what is above the diagonal is mirrored instead of computed.
+
+    For passes, which make their own derivatives: autograd does not follow it.
+    """
     n = len(rows)
     if n < MANY_ROWS:
         return rows @ rows.mT
