@@ -395,7 +395,7 @@ MISTAKES = {
     "idle pattern": (lambda: groups(groups={"*": 1.0, "head.*": None}), "'head.*' of groups fits no weight"),
     "groups and structure": (lambda: groups(structure="scalar", groups=GROUPS), "either groups or a structure"),
     "groups and precisions": (lambda: groups(precision={"0.*": 1.0}, groups=GROUPS), "must be a number"),
-    "bad precision": (lambda: groups(groups={"*": -1.0}), "positive and finite"),
+    "bad precision": (lambda: groups(groups={"*": -1.0}), "must be positive"),
     "covariance of others": (lambda: with_covariance(LowRankCovariance(ONE)), r"group '0.\*'.*'0.weight'.*'w'"),
     "covariance in curvature": (
         lambda: MarginalLikelihood(

@@ -109,7 +109,9 @@ def test_shared_factors_of_several_seeds_and_positions(activation, block, monkey
     monkeypatch.setattr("asdl_marglik.stores.BLOCK", block)
     used: list[str] = []
     gram = SharedFactors.gram
-    monkeypatch.setattr(SharedFactors, "gram", lambda self, *given: used.append(self.name) or gram(self, *given))
+    monkeypatch.setattr(
+        SharedFactors, "gram", lambda self, *given, **options: used.append(self.name) or gram(self, *given, **options)
+    )
     found = []
     for fast in (ALL, replace(ALL, shared_factors=False)):
         torch.manual_seed(0)
@@ -187,7 +189,7 @@ def test_a_combination_of_kernels_against_autograd(ranks):
     generator = torch.Generator().manual_seed(3)
     roots = [torch.randn(6, rank, generator=generator, dtype=torch.float64) for rank in (*ranks, 1)]
     kernels = [root @ root.mT for root in roots[:-1]] + [torch.zeros(6, 6, dtype=torch.float64)]
-    combination = Combination(kernels, torch.finfo(torch.float64).eps)
+    combination = Combination(kernels, torch.float64)
     ours, theirs = (torch.linspace(0.5, 2, len(kernels), dtype=torch.float64, requires_grad=True) for _ in range(2))
     value = combination.log_det_identity_plus(ours)
     total = sum(w * k for w, k in zip(theirs, kernels, strict=True))

@@ -40,7 +40,7 @@ class Kernel:
         return [
             Spectrum(values, self._log_likelihood(block), square, block.n_blocks, _status(bound, block))
             for group, grams in self._grams(bound, blocks)
-            for block, values in zip(group, eigenvalues(grams), strict=True)
+            for block, values in zip(group, eigenvalues(grams).clamp_min(0), strict=True)
         ]
 
     def evidences(self, bound: Bound, blocks: list[Block]) -> list[Evidence]:

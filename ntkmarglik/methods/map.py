@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from laplace_marglik import Evidence, Partition, Ranks
@@ -74,6 +75,12 @@ class Map(Method):
 
     def baseline(self, fixed: Problem) -> Method:
         return Map(fixed, self.structure)
+
+    def state(self) -> dict[str, Any]:
+        return {"in_double": self.ml.in_double}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.ml.in_double = state.get("in_double", False)
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """The training data in fixed batches, for full-batch estimators."""

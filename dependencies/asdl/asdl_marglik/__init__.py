@@ -2,17 +2,20 @@
 
 from .budget import Arrangement, arrange, free_memory, largest_fitting
 from .chunk import Chunk
-from .errors import CurvatureError
+from .errors import CurvatureError, PrecisionLost
 from .fast import ALL, FastPaths
 from .kernel import mixed_gram
 from .linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
 from .network import (
     check_finite,
     check_weights,
+    copied,
     evaluating,
+    full_precision,
     hyperparameters_in,
     map_inputs,
     matches,
+    run,
     seeded,
     tensors_of,
     trainable,
@@ -24,7 +27,7 @@ from .rules import Call, Rule, register
 from .selection import RootRows, Selection
 from .sharded import ShardedPasses
 from .statistics import Batch, Passes, augmented, statistics
-from .structure import STRUCTURES, Problem, parts_of
+from .structure import STRUCTURES, Problem, Structure, guarantee_of, parts_of
 
 __all__ = [
     "ALL",
@@ -40,6 +43,7 @@ __all__ = [
     "Passes",
     "Plan",
     "PlanChanged",
+    "PrecisionLost",
     "Problem",
     "Ranks",
     "RanksError",
@@ -48,14 +52,18 @@ __all__ = [
     "Selection",
     "Settled",
     "ShardedPasses",
+    "Structure",
     "arrange",
     "augmented",
     "check_finite",
     "check_weights",
+    "copied",
     "eigen_root",
     "eigenvalues",
     "evaluating",
     "free_memory",
+    "full_precision",
+    "guarantee_of",
     "hyperparameters_in",
     "largest_fitting",
     "log_det_identity_plus",
@@ -66,6 +74,7 @@ __all__ = [
     "parts_of",
     "psd_sqrt",
     "register",
+    "run",
     "seeded",
     "statistics",
     "tensors_of",

@@ -9,13 +9,16 @@ on the input almost everywhere, so its part of the graph need not exist.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import persample
-from .network import Inputs, map_inputs, tensors_of
+from .errors import CurvatureError
+from .linearity import piecewise_linear
+from .network import Inputs, checked_outputs, copied, map_inputs, tensors_of, versions
 from .record import Recorder
 from .rules.base import Wanted, pull_by_autograd
 from .scratch import Scratch
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 Form = Literal["all", "expand", "reduce"]
 # what will be asked of a weight's output cotangents; "weighted": their sum over seeds, with weights for each datum
 Request = tuple[str, Form | Literal["rows", "weighted"]]
+# Whether output cotangents keep a graph: never; always, as where they depend on hyperparameters otherwise than through
+# the inputs; or where the inputs move them, which the graph of the outputs tells
+Differentiate = Literal["never", "always", "where needed"]
 
 
 class Chunk:
@@ -40,30 +46,57 @@ class Chunk:
     """
 
     def __init__(
-        self, plan: Plan, x: Inputs, selection: Selection, *, differentiate_cotangents: bool = False,
-        requests: Sequence[Request] | None = None, pulls: Sequence[Request] = (), scratch: Scratch | None = None,
-    ):  # fmt: skip
+        self,
+        plan: Plan,
+        x: Inputs,
+        selection: Selection,
+        *,
+        differentiate: Differentiate = "never",
+        requests: Sequence[Request] | None = None,
+        pulls: Sequence[Request] = (),
+        scratch: Scratch | None = None,
+    ):
         self.plan, self.x, self.selection = plan, x, selection
         self.scratch = scratch or Scratch()
         self.n, self.copies = tensors_of(x)[0].shape[:2]
-        with Recorder(plan.weights) as recorder:
-            outputs = plan.model(map_inputs(lambda t: t.flatten(0, 1), x))
+        recorder, outputs = self._recorded()
         self.f = outputs.reshape(self.n, self.copies, -1).mean(1)
-        plan.check(recorder)
-        plan.check_layouts(recorder, self.n * self.copies)
-        self._uses = [(use, layout) for use, layout in zip(recorder.uses, plan.layouts, strict=True)]
-        f = self.f if differentiate_cotangents else self.f.detach()
+        self._uses = plan.matched(recorder, self.n * self.copies)
+        self.differentiable = differentiate == "always" or (differentiate == "where needed" and not self._linear())
+        f = self.f if self.differentiable else self.f.detach()
         self.seeds = selection.seeds(f).to(f.dtype)
         self.mixing = selection.weights(self.f)  # stays in the graph of the outputs
         self._inputs = [self._input(index) for index in range(len(self._uses))]
         self._requests, self._pulls = requests, pulls
         self._computed: dict[int, Tensor] | None = None
         self._made: dict[tuple[int, str, str], Tensor] = {}  # in place of cotangents
-        self.differentiable = differentiate_cotangents
         self._outputs: list[Tensor] = []  # what has received a cotangent, and the cotangents
         self._bars: list[Tensor] = []
         self._persample: dict[str, Tensor] | None = None
         self._persample_bars: dict[str, Tensor] = {}
+
+    def _recorded(self) -> tuple[Recorder, Tensor]:
+        """The pass itself; a model that is known to write to its inputs gets copies of them."""
+        tensors = tensors_of(self.x)
+        before = versions(tensors)
+        x = map_inputs(lambda t: t.flatten(0, 1), self.x)
+        with Recorder(self.plan.weights) as recorder:
+            outputs = self.plan.model(copied(x) if self.plan.writes_inputs else x)
+        if versions(tensors) != before:
+            raise CurvatureError(
+                "the model changes its input in place, for these data though not for the first ones, and has "
+                "overwritten it; use out-of-place operations on the input"
+            )
+        return recorder, checked_outputs(outputs, self.n * self.copies)
+
+    def _linear(self) -> bool:
+        """Whether no cotangent depends on the inputs, as far as they are differentiated."""
+        leaves = [t for t in tensors_of(self.x) if t.requires_grad]
+        if not leaves or not self.f.requires_grad:
+            return True
+        edges = [use.edge for use, _ in self._uses]
+        sources = [get_gradient_edge(t).node for t in leaves] + [edge.node for edge in edges if edge is not None]
+        return piecewise_linear(self.f, sources)
 
     @property
     def k(self) -> int:
@@ -130,7 +163,7 @@ class Chunk:
         planned = {i: (use, layout) for i, (use, layout) in enumerate(self._uses) if layout is not None and i in needed}
         if not planned:
             return {}
-        edges = [use.edge for use, _ in planned.values()]
+        edges = [cast(GradientEdge, use.edge) for use, _ in planned.values()]
         cotangents = torch.autograd.grad(
             self.f, edges, seed, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
@@ -199,19 +232,19 @@ class Chunk:
         if g_bar is not None:
             self._push(self._cotangents[index], g_bar)
 
-    def input_moment(self, name: str) -> Tensor:
+    def input_moment(self, name: str, *, double: bool = False) -> Tensor:
         """Mean over copies, then sum of outer products of the patches [groups, D, D], over all uses of a weight."""
-        found = [
-            self._uses[index][0].rule.moment(self._uses[index][0].call, role, self._mean_input(index).detach())
-            for index, role in self.plan.uses_of[name]
-        ]
-        return sum(found[1:], found[0])
+        moments = []
+        for index, role in self.plan.uses_of[name]:
+            use, mean = self._uses[index][0], self._mean_input(index).detach()
+            moments.append(use.rule.moment(use.call, role, mean.double() if double else mean))
+        return sum(moments[1:], moments[0])
 
     def pull_input_moment(self, name: str, bar: Tensor) -> None:
         for index, role in self.plan.uses_of[name]:
             if self._wanted(index, of_cotangents=False)[0]:
                 use, mean = self._uses[index][0], self._mean_input(index).detach()
-                a_bar = use.rule.pull_moment(use.call, role, mean, bar) / self.copies
+                a_bar = use.rule.pull_moment(use.call, role, mean.to(bar.dtype), bar).to(mean.dtype) / self.copies
                 a_bar = a_bar.unsqueeze(1).expand(-1, self.copies, *[-1] * (a_bar.dim() - 1)).flatten(1, 2)
                 self._push_pair(index, (a_bar, None))
 

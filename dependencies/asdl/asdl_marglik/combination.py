@@ -22,10 +22,11 @@ RANK_ONE = 16  # rounding errors of an entry's product that a kernel of rank one
 class Combination:
     """Symmetric positive semi-definite kernels [N, N] in float64, given one by one.
 
-    eps: relative precision to which they are known.
+    dtype: in which they were computed.
     """
 
-    def __init__(self, kernels: Iterable[Tensor], eps: float):
+    def __init__(self, kernels: Iterable[Tensor], dtype: torch.dtype):
+        self.coarse, eps = dtype != torch.float64, torch.finfo(dtype).eps
         vectors: list[Tensor] = []
         lower: list[Tensor] = []
         of_rank_one: list[bool] = []
@@ -77,7 +78,7 @@ class _LogDet(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, kernels: Combination) -> Tensor:
         identity_plus = kernels.total(weights)
         identity_plus.diagonal().add_(1)
-        value, saved, is_factor = log_det_factor(identity_plus)
+        value, saved, is_factor = log_det_factor(identity_plus, coarse=kernels.coarse)
         ctx.save_for_backward(saved)
         ctx.is_factor, ctx.kernels = is_factor, kernels
         return value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .chunk import Chunk, Request
-from .linalg import eigenvalues, log_det_identity_plus
+from .linalg import eigenvalues, is_coarse, log_det_identity_plus, precision_of_sums, resolved
 from .part import Groups, Memory, Part, Settled, inverse_precision, mix
 
 if TYPE_CHECKING:
@@ -22,10 +22,19 @@ class _SumOverRows(Part):
 
     keep: the seeded rows of all data are kept instead and the function is applied at the end: then a second pass need
     not make them again. weighted: of a single number's cotangents it then asks for a weighted sum over seeds only.
+    double: sums in float64, whatever the rows are; of kept rows they always are.
     """
 
-    def __init__(self, sizes: dict[str, int], groups: Groups, *, keep: bool = False, weighted: bool = False):
-        self.names, self.sizes, self.groups = tuple(sizes), sizes, groups
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        groups: Groups,
+        *,
+        keep: bool = False,
+        weighted: bool = False,
+        double: bool = False,
+    ):
+        self.names, self.sizes, self.groups, self.double = tuple(sizes), sizes, groups, double and not keep
         self.keep, self.weighted = keep, keep and weighted
         self.kinds = ("rows",) if keep else ("sum",)
 
@@ -58,7 +67,12 @@ class _SumOverRows(Part):
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
         rows = self._rows(chunk)
-        return [rows] if self.keep else [self.reduce(mix(rows, chunk.weights()))]
+        return [rows] if self.keep else [self._reduced(rows, chunk.weights())]
+
+    def _reduced(self, rows: Tensor, mixing: Tensor | None) -> Tensor:
+        """The chunk's term from seeded rows."""
+        rows = rows.double() if self.double else rows
+        return self.reduce(mix(rows, None if mixing is None else mixing.to(rows.dtype)))
 
     def _sum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         """The sum over all data, in float64."""
@@ -74,7 +88,7 @@ class _SumOverRows(Part):
         v, mixing = self._rows(chunk).requires_grad_(), chunk.weights()
         leaves = [v] if mixing is None else [v, mixing.requires_grad_()]
         with torch.enable_grad():
-            found = torch.autograd.grad(self.reduce(mix(v, mixing)), leaves, bars[0])
+            found = torch.autograd.grad(self._reduced(v, mixing), leaves, bars[0])
         self._pull_rows(chunk, found[0])
         if mixing is not None:
             chunk.pull_mixing(found[1])
@@ -86,15 +100,15 @@ class _SumOverRows(Part):
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
-        return self.log_det(self._sum(statistics, mixing), scale, log_precision)
+        return self.settled(statistics, mixing)(scale, log_precision)
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        found = self._sum(statistics, mixing)
-        return lambda scale, log_precision: self.log_det(found, scale, log_precision)
+        total, coarse = self._sum(statistics, mixing), not self.keep and is_coarse(statistics[0])
+        return lambda scale, log_precision: self.log_det(total, scale, log_precision, coarse=coarse)
 
     @abstractmethod
-    def log_det(self, found: Tensor, scale: Tensor, log_precision: Tensor) -> Tensor:
-        """The log-determinant from the sum over all data."""
+    def log_det(self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool) -> Tensor:
+        """The log-determinant from the sum over all data; coarse: it was made in lower precision."""
 
 
 class Dense(_SumOverRows):
@@ -109,12 +123,13 @@ class Dense(_SumOverRows):
         rows = rows.flatten(0, 1)
         return rows.mT @ rows
 
-    def log_det(self, found: Tensor, scale: Tensor, log_precision: Tensor) -> Tensor:
+    def log_det(self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool) -> Tensor:
         root = inverse_precision(log_precision, self.groups, self.sizes).sqrt()
-        return log_det_identity_plus(scale * root[:, None] * found * root)
+        return log_det_identity_plus(scale * root[:, None] * total * root, coarse=coarse)
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        return eigenvalues(self._sum(statistics, mixing))
+        dtype = torch.float64 if self.keep else statistics[0].dtype
+        return resolved(eigenvalues(self._sum(statistics, mixing)), precision_of_sums(dtype))
 
 
 class Diagonal(_SumOverRows):
@@ -128,9 +143,9 @@ class Diagonal(_SumOverRows):
     def reduce(self, rows: Tensor) -> Tensor:
         return rows.square().sum((0, 1))
 
-    def log_det(self, found: Tensor, scale: Tensor, log_precision: Tensor) -> Tensor:
+    def log_det(self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool) -> Tensor:
         inverse = inverse_precision(log_precision, self.groups, self.sizes)
-        return torch.log1p(scale * found * inverse).sum()
+        return torch.log1p(scale * total * inverse).sum()
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         return self._sum(statistics, mixing).clamp_min(0)

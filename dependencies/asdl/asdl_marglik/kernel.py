@@ -13,7 +13,15 @@ from torch import Tensor
 
 from .chunk import Chunk, Request
 from .combination import Combination
-from .linalg import eigenvalues, log_det_identity_plus, weighted_sum
+from .linalg import (
+    eigenvalues,
+    is_coarse,
+    log_det_identity_plus,
+    precision_of_sums,
+    product_in_double,
+    resolved,
+    weighted_sum,
+)
 from .part import Groups, Memory, Part, Settled
 from .stores import Rows, Store
 
@@ -24,13 +32,13 @@ if TYPE_CHECKING:
 class Gram(Part):
     """Exact curvature of its weights, in the space of rows.
 
-    packed: kernels of a cached block by their lower halves.
+    packed: kernels of a cached block by their lower halves. double: kernels in float64, whatever the rows are.
     """
 
     label = "kernel"
 
-    def __init__(self, stores: Sequence[Store], groups: Groups, *, packed: bool = True):
-        self.stores, self.groups, self.packed = stores, groups, packed
+    def __init__(self, stores: Sequence[Store], groups: Groups, *, packed: bool = True, double: bool = False):
+        self.stores, self.groups, self.packed, self.double = stores, groups, packed, double
         self.names = names = tuple(store.name for store in stores)
         self.kinds = tuple("rows" for store in self.stores for _ in range(store.slots))
         self.shared = sorted({g for name in names if isinstance(g := groups[name], int)})
@@ -43,7 +51,8 @@ class Gram(Part):
         """Rows of all data; a weight's row cotangents, or the kernels and their determinant in float64."""
         kept = [problem.n_data * store.bytes_per_datum(problem) for store in self.stores]
         kernels = len(self.shared) + bool(self.elementwise)
-        head = (2 * problem.element * kernels + 4 * 8) * problem.n_rows**2
+        element = 8 if self.double else problem.element
+        head = (2 * element * kernels + 4 * 8) * problem.n_rows**2
         return Memory(sum(kept), max(*kept, head))
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> Iterator[Tensor]:
@@ -69,7 +78,7 @@ class Gram(Part):
         """One Gram matrix per shared prior group, then one for all weights with a precision per element."""
         grams: Tensor | None = None
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            gram = store.gram(kept, self._inverse(store.name, log_precision, kept[0]))
+            gram = store.gram(kept, self._inverse(store.name, log_precision, kept[-1]), double=self.double)
             if grams is None:
                 grams = gram.new_zeros(len(self.shared) + bool(self.elementwise), *gram.shape)
             grams[self._index(store.name)] += gram
@@ -83,11 +92,13 @@ class Gram(Part):
             return None
         gradient = torch.zeros_like(log_precision)
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse = self._inverse(store.name, log_precision, kept[0])
+            inverse = self._inverse(store.name, log_precision, kept[-1])
             if inverse is not None:
                 assert isinstance(store, Rows)
                 v = self._columns(store, kept)
-                slope = -((bars[0][-1] @ v) * v).sum(0) * self._of_columns(inverse)
+                bar = bars[0][-1]
+                pulled = bar @ v if bar.dtype == v.dtype else product_in_double(bar, v)
+                slope = -(pulled * v).sum(0) * self._of_columns(inverse)
                 self._of_columns(gradient[self.groups[store.name]])[:] = slope.to(gradient.dtype)
         return gradient
 
@@ -106,22 +117,23 @@ class Gram(Part):
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
             bar = bars[0][self._index(store.name)]
             symmetric = bar[own] + bar[:, own].mT
-            store.pull(chunk, kept, rows, symmetric, self._inverse(store.name, log_precision, kept[0]))
+            store.pull(chunk, kept, rows, symmetric, self._inverse(store.name, log_precision, kept[-1]))
 
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
         total = weighted_sum(self._weights(scale, log_precision), statistics[0])
-        return log_det_identity_plus(mixed_gram(total, mixing))
+        return log_det_identity_plus(mixed_gram(total, mixing), coarse=is_coarse(statistics[0]))
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        return eigenvalues(mixed_gram(statistics[0].sum(0).double(), mixing))
+        values = eigenvalues(mixed_gram(statistics[0].sum(0).double(), mixing))
+        return resolved(values, precision_of_sums(statistics[0].dtype))
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
         if not self.packed:
             return super().settled(statistics, mixing)
         grams = (mixed_gram(gram.double(), mixing) for gram in statistics[0])
-        kernels = Combination(grams, torch.finfo(statistics[0].dtype).eps)
+        kernels = Combination(grams, statistics[0].dtype)
         return lambda scale, log_precision: kernels.log_det_identity_plus(self._weights(scale, log_precision))
 
     def _weights(self, scale: Tensor, log_precision: Tensor) -> Tensor:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import CurvatureError
 
 Inputs = Any  # a tensor or a mapping of tensors, each with a leading batch axis
+
+# Modes of modules and the global random state belong to the process: estimates in several threads take turns.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
@@ -22,7 +27,9 @@ def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
         return function(x)
     if isinstance(x, Mapping):
         return {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
-    raise CurvatureError(f"inputs must be a tensor or a mapping of tensors, got {type(x).__name__}")
+    raise CurvatureError(
+        f"inputs must be a tensor or a mapping of tensors, got {type(x).__name__}; convert with torch.as_tensor"
+    )
 
 
 def tensors_of(x: Inputs) -> list[Tensor]:
@@ -57,16 +64,67 @@ def hyperparameters_in(model: nn.Module, hyper: Iterable[str]) -> dict[str, nn.P
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; every submodule's own mode restored afterwards, also after an exception.
 
-    Attention runs by its plain formula: the fused kernels have no second derivative.
+    Attention runs by its plain formula: the fused kernels have no second derivative. Autocast is off, so that numbers
+    have the precision of the weights. Other threads wait; one that trains the model meanwhile is not noticed.
     """
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        for module, mode in training:
-            module.training = mode
+    with _ONE_AT_A_TIME:
+        training = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with sdpa_kernel(SDPBackend.MATH), full_precision(model):
+                yield
+        finally:
+            for module, mode in training:
+                module.training = mode
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Autocast switched off, for the CPU and for the model's device."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
+        yield
+
+
+def run(model: nn.Module, x: Inputs, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Outputs [n, ...] of inputs x [n, ...], with some weights replaced."""
+    f = functional_call(model, dict(weights), (x,)) if weights else model(x)
+    return checked_outputs(f, len(tensors_of(x)[0]))
+
+
+def checked_outputs(f: Any, n: int) -> Tensor:
+    """The outputs of n data points, if they are one tensor with a leading batch axis."""
+    if not isinstance(f, Tensor):
+        entries = f" with the entries {list(f)}" if isinstance(f, Mapping) else ""
+        raise CurvatureError(
+            f"the model must return one tensor of outputs [n, ...], got {type(f).__name__}{entries}; wrap it in a "
+            "module whose forward returns the tensor that the likelihood takes, for example net(**x).logits"
+        )
+    if not f.dim() or len(f) != n:
+        raise CurvatureError(
+            f"the model must return outputs with a leading batch axis: [{n}, ...] for {n} inputs, got {tuple(f.shape)}"
+        )
+    return f
+
+
+def copied(x: Inputs) -> Inputs:
+    """Copies of the inputs, for a model that may write to them."""
+    return map_inputs(lambda t: t.clone(), x)
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor has been written to."""
+    return [t._version for t in tensors]
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse hooks that may change gradients on their way back: rows would not be derivatives of the outputs."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CurvatureError(
+                f"module {name or type(module).__name__!r} has a backward hook, which may change the gradients that "
+                "curvature is made of; remove it (handle.remove()) before the evidence is computed"
+            )
 
 
 @contextmanager
@@ -82,6 +140,21 @@ def seed_all(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+def fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
+    """A few entries of the inputs, by which to know them again."""
+    flat = [t.detach().flatten() for t in tensors_of(x)]
+    return torch.cat([t[:: max(1, t.numel() // entries)].double() for t in flat])
+
+
+def checksum(parameters: Iterable[Tensor]) -> Tensor:
+    """Norms and a few entries of parameters, by which to notice any change of their values, also through `.data`."""
+    values = [p.detach() for p in parameters if p.numel()]
+    if not values:
+        return torch.zeros(0)
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(values)])
+    return torch.cat([norms, *(t.flatten()[:: max(1, t.numel() // 50)].double() for t in values)])
 
 
 def check_weights(model: nn.Module) -> None:

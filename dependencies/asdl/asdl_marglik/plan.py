@@ -1,8 +1,7 @@
 """How each weight of a model gets its Jacobian rows: decided once, by running the model on two data points.
 
 Every choice is checked there: the batch axis of each operation against the data points run alone, the rows of each
-weight against plain per-datum gradients, the piecewise-linear shortcut against the full derivative. A weight whose
-rows do not pass goes the per-sample way.
+weight against plain per-datum gradients. A weight whose rows do not pass goes the per-sample way.
 """
 
 from __future__ import annotations
@@ -15,25 +14,26 @@ from torch import Tensor, nn
 from .chunk import Chunk
 from .errors import CurvatureError
 from .layout import Layout, find_layout
-from .network import Inputs, check_inputs, check_weights, map_inputs, tensors_of
-from .persample import averaged_output, gradients
-from .record import Recorder
+from .network import (
+    Inputs,
+    check_hooks,
+    check_inputs,
+    check_weights,
+    checked_outputs,
+    copied,
+    map_inputs,
+    run,
+    tensors_of,
+    versions,
+)
+from .persample import averaged_output, gradients, leaves_of
+from .record import Recorder, Use
 from .selection import Selection
 
-# operations whose derivative is locally constant in their input, by the names of their autograd nodes
-_PIECEWISE_LINEAR = {
-    "AccumulateGrad", "AdaptiveAvgPool1DBackward0", "AdaptiveAvgPool2DBackward0", "AdaptiveMaxPool2DBackward0",
-    "AddBackward0", "AddmmBackward0", "AsStridedBackward0", "AvgPool2DBackward0", "AvgPool3DBackward0", "BmmBackward0",
-    "CatBackward0", "CloneBackward0", "ConstantPadNdBackward0", "ConvolutionBackward0", "DivBackward0",
-    "ExpandBackward0",
-    "HardtanhBackward0", "LeakyReluBackward0", "MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0",
-    "MeanBackward0", "MeanBackward1", "MmBackward0", "MulBackward0", "NativeBatchNormBackward0", "NegBackward0",
-    "PermuteBackward0", "ReluBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1", "StackBackward0", "SubBackward0", "SumBackward0", "SumBackward1", "TBackward0",
-    "ThresholdBackward0",
-    "TransposeBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
-}  # fmt: skip
+# float32 rounding in a deep network is far below these, another formula far above
+SAME = 1e-3  # relative difference of outputs that count as equal
+SAME_ROWS = 2e-3  # and of rows
+NEGLIGIBLE = 1e-6  # of the largest row, for a weight whose rows are all nearly zero
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Plan:
     has_input: list[bool]  # whether the rows of a use depend on its input
     rules: dict[str, str]  # weight -> how its rows are computed, for people
     persample: set[str] = field(default_factory=set)
-    piecewise_linear: bool = False
+    piecewise_linear: bool = False  # in the inputs, on the two data points; every pass looks at its own graph
+    writes_inputs: bool = False  # the model changes its inputs in place
     provisional: bool = False  # all cotangents were zero (a zero-initialised last layer): the checks say nothing yet
     bytes_per_input: int = 0  # activations that the graph of the outputs holds
     bytes_of_uses: tuple[int, int] = (0, 0)  # inputs and outputs of all operations with weights, per input
@@ -61,16 +62,17 @@ class Plan:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def check(self, recorder: Recorder) -> None:
-        """Refuse a pass that used the weights in another way than the one planned for."""
+    def matched(self, recorder: Recorder, batch: int) -> list[tuple[Use, Layout | None]]:
+        """The uses of a pass with their layouts; refuses a pass that used the weights in another way than planned."""
+        if self.persample == set(self.weights):
+            return []  # each datum goes its own way
         if _signature(recorder) != self.signature or not recorder.opaque <= self.persample:
             raise PlanChanged
-
-    def check_layouts(self, recorder: Recorder, batch: int) -> None:
-        """Refuse more positions than the layouts were found for."""
-        for use, layout in zip(recorder.uses, self.layouts, strict=True):
+        uses = list(zip(recorder.uses, self.layouts, strict=True))
+        for use, layout in uses:  # no more positions than the layouts were found for
             if layout is not None and layout.single and use.shape[layout.axis] != batch:
                 raise PlanChanged
+        return uses
 
 
 class PlanChanged(Exception):
@@ -79,49 +81,59 @@ class PlanChanged(Exception):
 
 def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> Plan:
     """Plan for a model in evaluation mode, from the first data points of x [n, ...]."""
+    check_hooks(model)
+    _refuse_batch_statistics(model)
     pair = _two_points(x)
+    given = copied(pair)
+    before = versions(tensors_of(given))
+    fixed = sum(p.untyped_storage().nbytes() for p in model.parameters())
     saved: dict[int, int] = {}
 
     def count(t: Tensor) -> Tensor:
         saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    with torch.enable_grad():
-        fixed = sum(p.untyped_storage().nbytes() for p in model.parameters())
-        with (
-            torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
-            Recorder(weights, keep_outputs=True) as joint,
-        ):
-            outputs = model(pair)
-        alone = [_record(model, weights, map_inputs(lambda t, i=i: t[i : i + 1], pair)) for i in range(2)]  # type: ignore[misc]
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
+        Recorder(weights, keep_outputs=True) as joint,
+    ):
+        outputs = model(given)
+    outputs = checked_outputs(outputs, 2)
+    alone = [_alone(model, weights, map_inputs(lambda t, i=i: t[i : i + 1], pair)) for i in range(2)]  # type: ignore[misc]
     check_weights(model)
     check_inputs(pair)
-    _refuse_mixing(model, pair, outputs)
-    plan = _candidate(model, weights, outputs.shape[1:], joint, alone)
-    plan.bytes_per_input = max(1, sum(saved.values()) - fixed) // 2
+    _refuse_mixing(model, pair, outputs, torch.cat([f for _, f in alone]))
+    plan = _candidate(model, weights, outputs.shape[1:], joint, [recorder for recorder, _ in alone])
+    plan.writes_inputs = versions(tensors_of(given)) != before
+    plan.bytes_per_input = max(1, (sum(saved.values()) - fixed) // 2)
     inputs = [use.call.input for use in joint.uses if use.call.input is not None]
     plan.bytes_of_uses = (
         sum(t.numel() * t.element_size() for t in inputs) // 2,
         sum(use.shape.numel() for use in joint.uses) * outputs.element_size() // 2,
     )
     _verify_rows(plan, pair)
-    floating = all(t.is_floating_point() for t in tensors_of(pair))
-    if floating and not plan.persample and _nodes(outputs) <= _PIECEWISE_LINEAR:
-        _verify_shortcut(plan, pair)
+    plan.piecewise_linear = _is_piecewise_linear(plan, pair)
     plan.provisional |= all(torch.equal(t[0], t[1]) for t in tensors_of(pair))  # nothing tells the two apart
     return plan
 
 
-def _refuse_mixing(model: nn.Module, pair: Inputs, outputs: Tensor) -> None:
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            raise CurvatureError(
+                f"module {name!r} ({type(module).__name__}) keeps no running statistics and normalises by those of the "
+                "batch, so that a datum's output depends on the others; use track_running_stats=True, or another norm"
+            )
+
+
+def _refuse_mixing(model: nn.Module, pair: Inputs, outputs: Tensor, singles: Tensor) -> None:
     """Refuse a model whose output for a datum depends on the others in its batch: it has no per-datum Jacobian."""
     with torch.no_grad():
-        singles = torch.cat([model(map_inputs(lambda t, i=i: t[i : i + 1], pair)) for i in range(2)])  # type: ignore[misc]
-        atol = 1e-3 * float(outputs.detach().abs().max())
-        if outputs.shape != singles.shape or torch.allclose(outputs, singles, rtol=1e-3, atol=atol):
+        atol = SAME * float(outputs.detach().abs().max())
+        if outputs.shape != singles.shape or torch.allclose(outputs, singles, SAME, atol):
             return
-        if torch.allclose(
-            outputs, model(pair), rtol=1e-3, atol=atol
-        ):  # else it is random, and the comparison says nothing
+        if torch.allclose(outputs, run(model, copied(pair)), SAME, atol):  # else it is random: nothing can be said
             raise CurvatureError(
                 "the model's output for a datum changes with the other data of its batch (batch statistics?); the "
                 "evidence needs outputs of each datum alone"
@@ -135,10 +147,17 @@ def _two_points(x: Inputs) -> Inputs:
     return map_inputs(lambda t: torch.cat([t, t.flip(-1) if t.dim() > 1 else t]), x)
 
 
-def _record(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> Recorder:
-    with Recorder(weights, keep_outputs=True) as recorder:
-        model(x)
-    return recorder
+def _alone(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> tuple[Recorder, Tensor]:
+    """The pass of a single datum, and its outputs."""
+    try:
+        with torch.enable_grad(), Recorder(weights, keep_outputs=True) as recorder:
+            outputs = model(copied(x))
+    except (RuntimeError, ValueError) as error:
+        raise CurvatureError(
+            f"the model runs on two data points but not on one ({error}); the evidence needs outputs of each datum "
+            "alone: no statistics of the batch, no fixed batch size"
+        ) from error
+    return recorder, checked_outputs(outputs, 1).detach()
 
 
 def _signature(recorder: Recorder) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
@@ -204,7 +223,7 @@ class _FixedSeeds:
 
 def _selection(plan: Plan, pair: Inputs) -> Selection:
     with torch.no_grad():
-        outputs = plan.model(pair)
+        outputs = run(plan.model, copied(pair))
         outputs = outputs.reshape(len(outputs), -1)
     generator = torch.Generator().manual_seed(0)
     seeds = torch.randn(2, 1, outputs.shape[1], generator=generator, dtype=torch.float64).to(outputs)
@@ -214,14 +233,14 @@ def _selection(plan: Plan, pair: Inputs) -> Selection:
 def _verify_rows(plan: Plan, pair: Inputs) -> None:
     """Move every weight whose rows differ from its plain per-datum gradients to the per-sample path."""
     selection = _selection(plan, pair)
-    tensors = list(plan.weights.values())
+    leaves = leaves_of(plan.weights)
     with torch.enable_grad():
         chunk = Chunk(plan, map_inputs(lambda t: t.unsqueeze(1), pair), selection)
         expected = []
         for i in range(2):
-            f = averaged_output(plan.model, map_inputs(lambda t, i=i: t[i : i + 1], pair))  # type: ignore[misc]
-            expected.append(gradients(f @ selection.of(i).seeds(f)[0, 0], tensors))
-    largest = max(float(g.abs().max()) for g in expected[0] + expected[1]) if tensors else 0.0
+            f = averaged_output(plan.model, leaves, map_inputs(lambda t, i=i: t[i : i + 1], pair))  # type: ignore[misc]
+            expected.append(gradients(f, list(leaves.values()), selection.of(i).seeds(f)[0, 0]))
+    largest = max(float(g.abs().max()) for g in expected[0] + expected[1])
     for index, name in enumerate(plan.weights):
         if name in plan.persample:
             continue
@@ -230,9 +249,8 @@ def _verify_rows(plan: Plan, pair: Inputs) -> None:
             rows = chunk.rows(name)[:, 0]
         except RuntimeError:  # shapes outside what the rule covers
             rows = None
-        if rows is None or not torch.allclose(
-            rows, truth, rtol=2e-3, atol=2e-3 * float(truth.abs().max()) + 1e-6 * largest
-        ):
+        atol = SAME_ROWS * float(truth.abs().max()) + NEGLIGIBLE * largest
+        if rows is None or not torch.allclose(rows, truth, rtol=SAME_ROWS, atol=atol):
             plan.persample.add(name)
         plan.provisional |= not truth.any()
     plan.kronecker -= plan.persample
@@ -242,32 +260,10 @@ def _verify_rows(plan: Plan, pair: Inputs) -> None:
         plan.rules[name] = "per-sample"
 
 
-def _nodes(outputs: Tensor) -> set[str]:
-    """Names of all autograd nodes behind the outputs."""
-    pending, seen, names = [outputs.grad_fn], set(), set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        names.add(node.name().split("::")[-1])
-        pending.extend(n for n, _ in node.next_functions)
-    return names
-
-
-def _verify_shortcut(plan: Plan, pair: Inputs) -> None:
-    """Allow the shortcut if leaving out the cotangents' own derivative changes nothing on two data points."""
-    selection = _selection(plan, pair)
-    generator = torch.Generator().manual_seed(1)
-    bars = {name: torch.randn(2, 1, *w.shape, generator=generator).to(w) for name, w in plan.weights.items()}
-    found = []
-    for full in (False, True):
-        with torch.enable_grad():
-            x = map_inputs(lambda t: t.detach().unsqueeze(1).requires_grad_(), pair)
-            chunk = Chunk(plan, x, selection, differentiate_cotangents=full)
-            for name, bar in bars.items():
-                chunk.pull_rows(name, bar)
-            found.append(torch.cat([g.flatten() for g in chunk.finish(None, tensors_of(x))]))
-    scale = float(found[1].abs().max())
-    plan.provisional |= scale == 0
-    plan.piecewise_linear = scale > 0 and torch.allclose(found[0], found[1], rtol=1e-3, atol=1e-4 * scale)
+def _is_piecewise_linear(plan: Plan, pair: Inputs) -> bool:
+    """What the graph of the two data points says."""
+    if not all(t.is_floating_point() for t in tensors_of(pair)):
+        return False
+    with torch.enable_grad():
+        x = map_inputs(lambda t: t.detach().unsqueeze(1).requires_grad_(), pair)
+        return not Chunk(plan, x, _selection(plan, pair), differentiate="where needed").differentiable

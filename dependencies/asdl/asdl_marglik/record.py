@@ -8,16 +8,16 @@ weights, modules called several times and `nn.MultiheadAttention` alike, and lea
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
+from .differentiable import TwiceDifferentiable, substitute
 from .errors import CurvatureError
 from .rules import Call, Rule, rule_for
 
@@ -50,7 +50,7 @@ class Use:
         return replace(self, call=replace(self.call, input=None), edge=None)
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(TwiceDifferentiable):
     """Context in which a forward pass leaves its `uses` (in order of execution) and its `opaque` weights."""
 
     def __init__(self, weights: Mapping[str, Tensor], *, keep_outputs: bool = False):
@@ -61,17 +61,17 @@ class Recorder(TorchFunctionMode):
         self.opaque: set[str] = set()
         self.seen: set[str] = set()
 
-    def __torch_function__(self, func: Callable, types_: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         touched = {id(t) for t in _tensors((args, kwargs)) if id(t) in self._names}
         if not touched:
-            return func(*args, **kwargs)
+            return substitute(func)(*args, **kwargs)
         rule = rule_for(func)
         call = rule.bind(func, args, kwargs, touched) if rule is not None else None
         if call is None and _is_composite(func):
             with self:  # look inside: its own calls are what the rules know
                 return _without_override_check(func)(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = substitute(func)(*args, **kwargs)
         outputs = [t for t in _tensors(result) if t.requires_grad]
         if not outputs:  # a query such as `.shape` or `.dtype`
             return result
@@ -102,7 +102,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _is_composite(func: Callable) -> bool:
-    return isinstance(func, types.FunctionType) and func.__module__ == "torch.nn.functional"
+    return isinstance(func, FunctionType) and func.__module__ == "torch.nn.functional"
 
 
 _COMPOSITES: dict[Callable, Callable] = {}
@@ -111,10 +111,10 @@ _COMPOSITES: dict[Callable, Callable] = {}
 def _without_override_check(func: Callable) -> Callable:
     """The same Python function, minus the check that would hand it straight back to the mode."""
     if func not in _COMPOSITES:
-        assert isinstance(func, types.FunctionType)
+        assert isinstance(func, FunctionType)
         checks: Iterable[str] = [name for name in func.__globals__ if name.startswith("has_torch_function")]
         scope = {**func.__globals__, **{name: lambda *_: False for name in checks}}
-        copy = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+        copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
         copy.__kwdefaults__ = func.__kwdefaults__
         _COMPOSITES[func] = copy
     return _COMPOSITES[func]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .errors import CurvatureError
 from .kernel import Gram
-from .network import Inputs, map_inputs
+from .network import Inputs, fingerprint, map_inputs
 from .ranks import Ranks
 from .sharded_kernel import ShardedGram
-from .statistics import Batch, Passes, augmented, fingerprint
+from .statistics import Batch, Passes, augmented
 
 OTHER_SEED = 1_000_003  # between the seeds of ranks
 
@@ -76,9 +76,16 @@ class ShardedPasses(Passes):
         start = sum(self.lengths[:number])
         columns = self.rows_of_data[1][start : start + len(y)]
         block = replace(
-            self, batches=lambda: [(x, y, columns)], n_data=len(y), seed=self.seed + number, instead=None,
-            _versions=self._current_versions(), _kept={},
-        )  # fmt: skip
+            self,
+            batches=lambda: [(x, y, columns)],
+            n_data=len(y),
+            seed=self.seed + number,
+            instead=None,
+            _copy_fingerprints=[],
+            _outputs=None,
+            _kept={},
+        )
+        block._note_parameters()
         if block.n_data:
             own = map_inputs(lambda t: t[block.own], x)
             block.targets, block._fingerprints = [y[block.own]], [fingerprint(own)]
@@ -150,7 +157,7 @@ class ShardedPasses(Passes):
     ) -> tuple[list[Tensor], list[Tensor]]:
         for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
             if isinstance(part, ShardedGram):
-                part.exchange(observations, part_bars, log_precision, of_outputs=self._needs_full_graph)
+                part.exchange(observations, part_bars, log_precision)
         if self.n_data:
             own_bars = self._taken(bars)
             found = super().second(None if f_bar is None else f_bar[self.own], own_bars, log_precision)

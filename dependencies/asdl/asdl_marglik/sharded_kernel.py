@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .chunk import Chunk
 from .kernel import Gram
-from .linalg import gram_of
+from .linalg import gram_in_double, gram_of, product_in_double
 from .part import Groups, Memory
 from .ranks import Ranks
-from .stores import Factors, Rows, Store
+from .stores import Factors, Rows, Store, in_double
 
 if TYPE_CHECKING:
     from .structure import Problem
@@ -35,8 +35,17 @@ class ShardedGram(Gram):
 
     label = "kernel (sharded)"
 
-    def __init__(self, stores: Sequence[Store], groups: Groups, ranks: Ranks, n_data: int, *, packed: bool = True):
-        super().__init__(stores, groups, packed=packed)
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        groups: Groups,
+        ranks: Ranks,
+        n_data: int,
+        *,
+        packed: bool = True,
+        double: bool = False,
+    ):
+        super().__init__(stores, groups, packed=packed, double=double)
         self.ranks, self.n_data = ranks, n_data
         self.own = ranks.spans(n_data)[ranks.rank]
         self._cotangents: list[list[Tensor]] = []
@@ -50,7 +59,7 @@ class ShardedGram(Gram):
     def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
         grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            index, inverse = self._index(store.name), self._inverse(store.name, log_precision, kept[0])
+            index, inverse = self._index(store.name), self._inverse(store.name, log_precision, kept[-1])
             gram, known = self._gram(store, kept, inverse), grams[index]
             grams[index] = gram if known is None else known.add_(gram)
         whole = torch.stack([gram for gram in grams if gram is not None])
@@ -61,8 +70,12 @@ class ShardedGram(Gram):
         """This rank's term of a weight's kernel [S K, S K]."""
         if isinstance(store, Rows):
             columns = self._columns(store, kept)
-            return gram_of(columns) if inverse is None else (columns * self._of_columns(inverse)) @ columns.mT
+            own_inverse = None if inverse is None else self._of_columns(inverse)
+            if self.double:
+                return gram_in_double(columns, own_inverse)
+            return gram_of(columns) if own_inverse is None else (columns * own_inverse) @ columns.mT
         assert isinstance(store, Factors)
+        kept = in_double(kept) if self.double else kept
         strip = torch.cat([store.cross(kept, visitors) for _, visitors in self._visits(kept)], 1)
         whole = strip.new_zeros(strip.shape[1], strip.shape[1])
         whole[_rows_of(self.own, len(strip) // len(kept[0]))] = strip
@@ -80,22 +93,19 @@ class ShardedGram(Gram):
         """The data points of one rank after the other: where they are in the block, and what is kept of them."""
         return zip(self.ranks.spans(self.n_data), self.ranks.visits(kept, self.n_data, STEP), strict=True)
 
-    def exchange(
-        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor, *, of_outputs: bool
-    ) -> None:
-        """Make the cotangents that `pull` will hand out."""
+    def exchange(self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor) -> None:
+        """Make the cotangents that `pull` will hand out, also those that only a full graph will need."""
         self._cotangents = []
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse, bar = self._inverse(store.name, log_precision, kept[0]), bars[0][self._index(store.name)]
-            self._cotangents.append(self._back(store, kept, bar + bar.mT, inverse, of_outputs))
+            inverse, bar = self._inverse(store.name, log_precision, kept[-1]), bars[0][self._index(store.name)]
+            self._cotangents.append(self._back(store, kept, bar + bar.mT, inverse))
 
-    def _back(
-        self, store: Store, kept: list[Tensor], symmetric: Tensor, inverse: Tensor | None, of_outputs: bool
-    ) -> list[Tensor]:
+    def _back(self, store: Store, kept: list[Tensor], symmetric: Tensor, inverse: Tensor | None) -> list[Tensor]:
         """Cotangents of what is kept of own data, from that of a whole kernel."""
         n_own, k = len(kept[0]), len(symmetric) // self.n_data
         if isinstance(store, Rows):
-            columns = symmetric @ self._columns(store, kept)
+            own = self._columns(store, kept)
+            columns = symmetric @ own if symmetric.dtype == own.dtype else product_in_double(symmetric, own)
             if inverse is not None:
                 columns *= self._of_columns(inverse)
             size = store.all_rows([t[:1] for t in kept]).shape[1]
@@ -103,7 +113,7 @@ class ShardedGram(Gram):
         total: list[Tensor] = []
         for span, visitors in self._visits(kept):
             piece = symmetric[_rows_of(self.own, k), _rows_of(span, k)].contiguous()
-            found = store.cotangents(kept, visitors, piece, inverse, of_outputs=of_outputs)
+            found = store.cotangents(kept, visitors, piece, inverse)
             total = [t.add_(f) for t, f in zip(total, found, strict=True)] if total else found
         return total
 

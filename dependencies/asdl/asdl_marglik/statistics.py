@@ -18,11 +18,26 @@ import torch
 from torch import Tensor, nn
 
 from .budget import Arrangement
-from .chunk import Chunk
+from .chunk import Chunk, Differentiate
 from .errors import CurvatureError
 from .fast import ALL, FastPaths
 from .kernel import Gram
-from .network import Inputs, check_finite, evaluating, finite, map_inputs, seed_all, seeded, tensors_of
+from .network import (
+    Inputs,
+    check_finite,
+    check_hooks,
+    checksum,
+    copied,
+    evaluating,
+    fingerprint,
+    finite,
+    full_precision,
+    map_inputs,
+    seed_all,
+    seeded,
+    tensors_of,
+    versions,
+)
 from .part import Part
 from .plan import Plan
 from .residency import Collected, Deferred, Residency
@@ -30,6 +45,7 @@ from .scratch import Scratch
 from .selection import RootRows, Selection
 
 Batch = tuple[Inputs, Tensor, Tensor]  # inputs, targets, columns [n, K]
+ALIKE = 1e-4  # relative difference of two computations of the same; other random numbers differ by far more
 
 
 @dataclass
@@ -52,10 +68,13 @@ class Passes:
     instead: Callable[..., tuple[list[Tensor], list[Tensor]]] | None = None  # of the second pass, with its arguments
     targets: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
-    _fingerprints: list[Tensor] = field(default_factory=list)
+    _fingerprints: list[Tensor] = field(default_factory=list)  # of the inputs of each batch
+    _copy_fingerprints: list[Tensor] = field(default_factory=list)  # and of their augmented copies
+    _outputs: Tensor | None = None  # of the first pass, as the second has to give them again
     _observations: list[list[Tensor]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
+    _checksum: Tensor | None = None
     _results: list[Tensor] = field(default_factory=list)
     _kept: dict[int, Chunk] = field(default_factory=dict)
     _scratch: Scratch = field(default_factory=Scratch)
@@ -84,12 +103,21 @@ class Passes:
         return [len(y) for y in self.targets]
 
     def only(self, number: int, x: Inputs, y: Tensor) -> Passes:
-        """The second pass over one batch of the first."""
+        """The second pass over one batch of the first, at the hyperparameters of now."""
         columns = self.columns[number]
-        return replace(
-            self, batches=lambda: [(x, y, columns)], n_data=len(y), seed=self.seed + number, targets=[y],
-            _fingerprints=[self._fingerprints[number]], _versions=self._current_versions(), instead=None,
-        )  # fmt: skip
+        block = replace(
+            self,
+            batches=lambda: [(x, y, columns)],
+            n_data=len(y),
+            seed=self.seed + number,
+            targets=[y],
+            instead=None,
+            _fingerprints=[self._fingerprints[number]],
+            _copy_fingerprints=[],
+            _outputs=None,
+        )
+        block._note_parameters()
+        return block
 
     def augmented(self, x: Inputs, index: int) -> Inputs:
         """Copies [n, A, ...] of a batch, the same ones in both passes."""
@@ -114,7 +142,7 @@ class Passes:
         with torch.enable_grad():
             return Chunk(
                 self.plan, x, Selection(self.rule, y[own], columns[own]),
-                differentiate_cotangents=with_graph and self._needs_full_graph, scratch=self._scratch,
+                differentiate=self._differentiate if with_graph else "never", scratch=self._scratch,
                 requests=[request for part in self.parts for request in part.requests()] if observe else [],
                 pulls=[request for part in self.parts for request in part.pulls(self.plan)] if with_graph else [],
             )  # fmt: skip
@@ -133,8 +161,9 @@ class Passes:
         keep |= self.reuse and self.summary_depends_on_precision
         collected = Collected(self.parts, self.n_data)
         held: Residency = Deferred(self.parts) if self.arrangement.defer and not keep else collected
-        self.targets, self.columns, self._fingerprints, self._kept, count = [], [], [], {}, 0
-        self._versions = self._current_versions()
+        self.targets, self.columns, self._kept, count = [], [], {}, 0
+        self._fingerprints, self._copy_fingerprints = [], []
+        self._note_parameters()
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
                 inputs_finite.append(finite(x))
@@ -143,6 +172,8 @@ class Passes:
                 self.columns.append(columns)
                 with torch.no_grad():
                     copies = self.augmented(x, index)
+                if again and self.augment is not None:
+                    self._copy_fingerprints.append(fingerprint(copies))
                 slices = self._slices(copies)
                 block = len(y) == self.n_data  # not a stream of batches
                 kept = self.arrangement.kept_chunks if again and block else 0
@@ -161,6 +192,7 @@ class Passes:
                 )
             f = torch.cat(outputs)  # looked at once: asking for every chunk would keep a GPU waiting
             check_finite(inputs_finite, f, self.plan.model, self._all_copies)
+            self._outputs = f if again else None
             results = [f, *self._summarise(held.observations(), log_precision)]
         if keep:
             self._observations = collected.held
@@ -191,19 +223,37 @@ class Passes:
         self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Gradients in the network leaves and in the augmentation's parameters."""
-        if self._current_versions() != self._versions:
+        if not self.unchanged:
             raise CurvatureError(
                 "parameters were changed between the evidence and its backward pass, which would mix old and new "
                 "values; call backward before any optimiser step"
             )
+        try:
+            return self._second(f_bar, bars, log_precision)
+        except RuntimeError as error:
+            if "derivative" not in str(error) or "not implemented" not in str(error):
+                raise
+            raise CurvatureError(
+                f"the network uses an operation that torch cannot differentiate twice ({error}); gradients in an "
+                "augmentation or in hyperparameters inside the network need that: write it with other operations, or "
+                "learn prior, noise and temperature only"
+            ) from error
+
+    def _second(
+        self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
         totals = [torch.zeros_like(leaf) for leaf in self.network_leaves]
         augment_totals = [torch.zeros_like(leaf) for leaf in self.augment_leaves]
         repeated: list[Tensor] = []
+        same_copies: list[Tensor] = []
+        same_outputs: list[Tensor] = []
         count = 0
         with self._running(), torch.enable_grad():
             for index, (x, y, columns) in enumerate(self.batches()):
                 repeated.append(self._repeated(index, x, y))
                 copies = self.augmented(x, index)
+                if self._copy_fingerprints:
+                    same_copies.append(_alike(fingerprint(copies), self._copy_fingerprints[index]))
                 copies_bar = [torch.zeros_like(t) for t in tensors_of(copies) if t.requires_grad]
                 for own in reversed(self._slices(copies)):  # chunks kept from the first pass come first, and go
                     chunk = self._kept.pop(own.start, None) if index == 0 else None
@@ -211,6 +261,8 @@ class Passes:
                     moving = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)
                     leaves = [leaf for leaf, copy in moving if copy.requires_grad]
                     span = slice(count + own.start, count + own.stop)
+                    if self._outputs is not None:
+                        same_outputs.append(_alike(chunk.f.detach(), self._outputs[span]))
                     for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
                         part.pull(chunk, observations, part_bars, span, log_precision)
                     found = chunk.finish(None if f_bar is None else f_bar[span], [*self.network_leaves, *leaves])
@@ -229,24 +281,45 @@ class Passes:
         self._scratch = Scratch()  # let its memory go
         if count != sum(len(y) for y in self.targets) or not torch.stack(repeated).all():
             raise CurvatureError(_OTHER_BATCHES)
+        if same_copies and not torch.stack(same_copies).all():
+            raise CurvatureError(_OTHER_COPIES)
+        if same_outputs and not torch.stack(same_outputs).all():
+            raise CurvatureError(_OTHER_OUTPUTS)
+        if not torch.stack([t.isfinite().all() for t in (*totals, *augment_totals)]).all():
+            raise CurvatureError(
+                "a gradient is NaN or infinite although the evidence is finite: the network has no second derivative "
+                "at some input (a norm or a square root of exactly zero?); add a small constant there"
+            )
         return totals, augment_totals
 
-    def _current_versions(self) -> list[int]:
-        """How often each parameter behind the outputs has been written to."""
+    def _parameters(self) -> list[Tensor]:
+        """Everything learnable behind the outputs."""
         modules = [self.plan.model] if self.augment is None else [self.plan.model, self.augment]
-        return [p._version for module in modules for p in module.parameters()]
+        return [p for module in modules for p in module.parameters()]
+
+    def _note_parameters(self) -> None:
+        parameters = self._parameters()
+        self._versions, self._checksum = versions(parameters), checksum(parameters)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the parameters are still those of the first pass."""
+        parameters = self._parameters()
+        assert self._checksum is not None
+        return versions(parameters) == self._versions and torch.equal(checksum(parameters), self._checksum)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """The model in evaluation mode, and random draws that leave the global state alone."""
+        check_hooks(self.plan.model)
         with evaluating(self.plan.model), seeded(self.seed, self.plan.device):
             yield
 
     @property
-    def _needs_full_graph(self) -> bool:
+    def _differentiate(self) -> Differentiate:
         """Whether the output cotangents themselves depend on what is differentiated."""
-        shortcut = self.plan.piecewise_linear and self.fast.piecewise_linear
-        return not shortcut or self.hyper_in_network or self.rule.seeds_follow_outputs
+        moving = self.hyper_in_network or self.rule.seeds_follow_outputs
+        return "always" if moving or not self.fast.piecewise_linear else "where needed"
 
     def _repeated(self, index: int, x: Inputs, y: Tensor) -> Tensor:
         """Whether this batch is that of the first pass, as a tensor: nobody waits for it."""
@@ -261,6 +334,17 @@ class Passes:
 _OTHER_BATCHES = (
     "the loader gave other batches in the second pass than in the first; gradients need the same data in the same "
     "order: use shuffle=False (any fixed order will do)"
+)
+
+
+_OTHER_COPIES = (
+    "the augmentation made other copies in the second pass than in the first; only torch's global generators are "
+    "seeded for it: draw random numbers from them (torch.rand without generator=), not from numpy, random or a "
+    "generator of its own"
+)
+_OTHER_OUTPUTS = (
+    "the model gave other outputs in the second pass than in the first; only torch's global generators are seeded for "
+    "it, and its state must stay as it is until backward: no random numbers from elsewhere, no buffers that change"
 )
 
 
@@ -280,7 +364,8 @@ class _TwoPasses(torch.autograd.Function):
         by_part = passes.split(list(bars))
         precision_bar = None
         if ctx.needs_input_grad[1]:
-            precision_bar = passes.precision_gradient(by_part, log_precision)
+            with full_precision(passes.plan.model):
+                precision_bar = passes.precision_gradient(by_part, log_precision)
         leaves = ctx.needs_input_grad[2:]
         if not any(leaves):
             return (None, precision_bar, *[None] * len(leaves))
@@ -299,7 +384,7 @@ def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
     """The module's copies [n, A, ...] of x [n, ...], with random draws that depend on `seed` alone."""
     n, device = len(tensors_of(x)[0]), tensors_of(x)[0].device
     with seeded(seed, device):
-        copies = augment(x)
+        copies = augment(copied(x))  # which may write to its input
     for t, original in zip(tensors_of(copies), tensors_of(x), strict=True):
         if t.dim() != original.dim() + 1 or t.shape[0] != n:
             raise CurvatureError(
@@ -309,10 +394,11 @@ def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
     return copies
 
 
-def fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
-    """A few entries of the inputs, by which to know them again."""
-    flat = [t.detach().flatten() for t in tensors_of(x)]
-    return torch.cat([t[:: max(1, t.numel() // entries)].double() for t in flat])
+def _alike(found: Tensor, expected: Tensor) -> Tensor:
+    """Whether two computations of the same gave the same, up to rounding; as a tensor that is not waited for."""
+    if found.shape != expected.shape:
+        return torch.zeros((), dtype=torch.bool, device=found.device)
+    return ((found - expected).abs() <= ALIKE * expected.abs().max()).all()
 
 
 def _take(x: Inputs, own: slice) -> Inputs:

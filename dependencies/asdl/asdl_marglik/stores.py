@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .chunk import Chunk, Form
-from .linalg import gram_of
+from .linalg import gram_in_double, gram_of, product_in_double
 from .scratch import Scratch
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Store(ABC):
         """The chunk's observations, each [n, ...], possibly written to `out`."""
 
     @abstractmethod
-    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
-        """V P^-1 V^T [N, N] for a precision per element, V V^T without."""
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False) -> Tensor:
+        """V P^-1 V^T [N, N] for a precision per element, V V^T without; in float64 if `double`."""
 
     @abstractmethod
     def cotangents(
@@ -57,6 +57,7 @@ class Store(ABC):
     ) -> list[Tensor]:  # fmt: skip
         """Cotangents of `own`, from that of its rows of the Gram matrix and the columns of `others`; a sum over these.
 
+        Computed in the dtype of `bar`: the null space of a Gram matrix cancels only in the precision of its inverse.
         scratch: where it may be put. of_outputs: whether anything depends on the output cotangents.
         """
 
@@ -94,8 +95,10 @@ class Rows(Store):
         """Rows of all data [N, P]."""
         return kept[0].flatten(0, 1)
 
-    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False) -> Tensor:
         v = self.all_rows(kept)
+        if double:
+            return gram_in_double(v, inverse_precision)
         if inverse_precision is None and self.mirrored:
             return gram_of(v)
         return (v if inverse_precision is None else v * inverse_precision) @ v.mT
@@ -105,7 +108,8 @@ class Rows(Store):
         scratch: Scratch | None = None, of_outputs: bool = True,
     ) -> list[Tensor]:  # fmt: skip
         v = self.all_rows(others)
-        rows_bar = torch.mm(bar, v, out=None if scratch is None else scratch.take(v, len(bar), v.shape[1]))
+        place = None if scratch is None else scratch.take(v, len(bar), v.shape[1])
+        rows_bar = torch.mm(bar, v, out=place) if bar.dtype == v.dtype else product_in_double(bar, v, place)
         if inverse_precision is not None:
             rows_bar *= inverse_precision
         return [rows_bar.view(len(own[0]), -1, v.shape[1])]
@@ -157,7 +161,8 @@ class Factors(Store):
         n, t, (k,) = len(a), a.shape[1], g.shape[1:2]
         return inputs.view(n, 1, t, len(b), 1, t), outputs.view(n, k, t, len(b), k, t)
 
-    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False) -> Tensor:
+        kept = in_double(kept) if double else kept
         return self.cross(kept, kept)
 
     def cross(self, own: list[Tensor], others: list[Tensor]) -> Tensor:
@@ -170,6 +175,7 @@ class Factors(Store):
         self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
         scratch: Scratch | None = None, of_outputs: bool = True,
     ) -> list[Tensor]:  # fmt: skip
+        own, others = ([t.to(bar.dtype) for t in tensors] for tensors in (own, others))
         a, g = others
         inputs, outputs = self._products(own, others)
         n, k, t = outputs.shape[:3]
@@ -179,7 +185,7 @@ class Factors(Store):
         return [a_bar.view(n, t, -1), g_bar.view(n, k, t, -1)]
 
     def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
-        a_bar, g_bar = cotangents
+        a_bar, g_bar = (c.to(chunk.f.dtype) for c in cotangents)
         chunk.pull_factors(self.name, "all", [(a_bar.unsqueeze(2), g_bar.unsqueeze(3))])
 
 
@@ -193,8 +199,8 @@ class SharedFactors(Factors):
             return [place.copy_(t) for place, t in zip(out, found, strict=True)]
         return [t.contiguous() for t in found]
 
-    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None) -> Tensor:
-        a, g = kept
+    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False) -> Tensor:
+        a, g = in_double(kept) if double else kept
         n, t, k, o = g.shape
         gram = g.new_empty(n, k, n, k)
         memory = g.new_empty(self._step(g) * t, k * o)
@@ -222,6 +228,7 @@ class SharedFactors(Factors):
         self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
         scratch: Scratch | None = None, of_outputs: bool = True,
     ) -> list[Tensor]:  # fmt: skip
+        own, others = ([t.to(bar.dtype) for t in tensors] for tensors in (own, others))
         a, g = others
         n, t, k = g.shape[:3]
         bar = bar.view(-1, k, n, k)
@@ -248,3 +255,7 @@ class SharedFactors(Factors):
         """The first `stop` data points, some at a time."""
         step = self._step(g)
         return (slice(start, min(start + step, stop)) for start in range(0, stop, step))
+
+
+def in_double(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.double() for t in tensors]

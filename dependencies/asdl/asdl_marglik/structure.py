@@ -40,6 +40,7 @@ class Problem:
     half_rows: bool = False  # keep rows in half precision
     fast: FastPaths = ALL
     ranks: Ranks | None = None  # that share the data points
+    double: bool = False  # make sums over data and kernels in float64, whatever the network is
 
     @property
     def held(self) -> int:
@@ -66,7 +67,7 @@ def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
     if problem.n_rows <= sum(sizes.values()):
         return _gram(problem, names)
     keep, weighted = _keeps(problem, sum(sizes.values())), problem.fast.weighted_seeds
-    return Dense(sizes, problem.groups, keep=keep, weighted=weighted)
+    return Dense(sizes, problem.groups, keep=keep, weighted=weighted, double=problem.double)
 
 
 def _keeps(problem: Problem, size: int) -> bool:
@@ -76,9 +77,11 @@ def _keeps(problem: Problem, size: int) -> bool:
 
 def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
     stores, packed = [_store(problem, name) for name in names], problem.fast.packed_kernels
+    # with more rows than weights the kernel is singular: rounding would fill what should be its null space
+    double = problem.double or problem.n_rows > sum(problem.sizes[name] for name in names)
     if problem.ranks is None:
-        return Gram(stores, problem.groups, packed=packed)
-    return ShardedGram(stores, problem.groups, problem.ranks, problem.n_data, packed=packed)
+        return Gram(stores, problem.groups, packed=packed, double=double)
+    return ShardedGram(stores, problem.groups, problem.ranks, problem.n_data, packed=packed, double=double)
 
 
 def _store(problem: Problem, name: str) -> Store:
@@ -135,16 +138,39 @@ def _kron(problem: Problem, name: str, size: int) -> Part:
         called_once=len(problem.plan.uses_of[name]) == 1,
         transposed=problem.plan.rules[name] == "matmul",
         by_moment=problem.fast.input_moments,
+        double=problem.double,
     )  # fmt: skip
 
 
+Guarantee = Literal["exact", "bound", "approximation"]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Which parts cover which weights, and what can be said of their determinant.
+
+    guarantee: "exact" for all rows at once, "bound" if it is never below the determinant of independent blocks of them.
+    """
+
+    parts: Callable[[Problem], list[Part]]
+    guarantee: Guarantee = "approximation"
+
+    def __call__(self, problem: Problem) -> list[Part]:
+        return self.parts(problem)
+
+
 STRUCTURES: dict[str, Callable[[Problem], list[Part]]] = {
-    "ntk": _ntk,
-    "full": _full,
-    "blockdiag": _blockdiag,
-    "kfac": _kfac,
-    "diag": _diag,
+    "ntk": Structure(_ntk, "exact"),
+    "full": Structure(_full, "exact"),
+    "blockdiag": Structure(_blockdiag, "bound"),
+    "kfac": Structure(_kfac, "approximation"),
+    "diag": Structure(_diag, "bound"),
 }
+
+
+def guarantee_of(structure: str) -> Guarantee:
+    """What a structure says of itself; nothing, if it is a plain function that somebody registered."""
+    return getattr(STRUCTURES[structure], "guarantee", "approximation")
 
 
 def parts_of(structure: str, problem: Problem) -> list[Part]:

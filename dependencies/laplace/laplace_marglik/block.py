@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from asdl_marglik import Passes, Settled
+from asdl_marglik import Passes, Settled, guarantee_of
 from torch import Tensor
 
 from .errors import MarglikError
@@ -44,7 +44,11 @@ class PreparedBlock:
 
 
 def status_of(structure: str, true_root: bool, *, everything: bool) -> Status:
-    """Of the evidence: curvature of independent blocks of a true root bounds it; that of all rows at once is exact."""
-    if structure == "kfac" or not true_root:
+    """Of the evidence: curvature of independent blocks of a true root bounds it; that of all rows at once is exact.
+
+    A structure that does not say what it guarantees guarantees nothing.
+    """
+    guarantee = guarantee_of(structure)
+    if guarantee == "approximation" or not true_root:
         return "approximation"
-    return "exact" if everything and structure in ("ntk", "full") else "bound"
+    return "exact" if everything and guarantee == "exact" else "bound"

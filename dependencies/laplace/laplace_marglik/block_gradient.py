@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from asdl_marglik import Part, Passes
+from asdl_marglik import Part, Passes, PrecisionLost
 from torch import Tensor
 
+from .block import PreparedBlock
 from .errors import MarglikError
 from .evidence import Evidence
 from .marglik import MarginalLikelihood
@@ -55,16 +56,32 @@ def evidence_by_blocks(
 
     blocks: all data as batches (x, y) that can be read any number of times. generator: of their order.
     """
-    whole = ml._all_data(blocks)
-    for part in whole.passes.parts:
-        if type(part).summarise is not Part.summarise:
-            raise MarglikError(
-                f"gradients by blocks need a curvature that is a sum over data (kfac, diag), but that of "
-                f"{part.names[0]} is a kernel; use ml.full_batch"
-            )
-    whole.passes.reuse = True
-    whole.passes.instead = _Turns(whole.passes, blocks, _rounds(len(blocks), generator)).second
-    return lambda: ml._evidence(whole)
+    order = _rounds(len(blocks), generator)
+
+    def prepared() -> PreparedBlock:
+        whole = ml._all_data(blocks)
+        for part in whole.passes.parts:
+            if type(part).summarise is not Part.summarise:
+                raise MarglikError(
+                    f"gradients by blocks need a curvature that is a sum over data (kfac, diag), but that of "
+                    f"{part.names[0]} is a kernel; use ml.full_batch"
+                )
+        whole.passes.reuse = True
+        whole.passes.instead = _Turns(whole.passes, blocks, order).second
+        return whole
+
+    whole = prepared()
+
+    def evaluate() -> Evidence:
+        nonlocal whole
+        try:
+            return ml._evidence(whole)
+        except PrecisionLost:
+            ml.in_double = True
+            whole = prepared()
+            return ml._evidence(whole)
+
+    return evaluate
 
 
 def _rounds(count: int, generator: torch.Generator) -> Iterator[int]:

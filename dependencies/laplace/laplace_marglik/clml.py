@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from asdl_marglik import evaluating, map_inputs
+from asdl_marglik import copied, evaluating, map_inputs, run
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from . import checks
 from .errors import MarglikError
 from .likelihood import Likelihood, likelihood_for
 from .posterior import Posterior
@@ -62,10 +62,10 @@ def clml(
     own, sums, count = torch.Generator(generator.device), torch.zeros(samples, dtype=torch.float64), 0
     scale = math.exp(-float(likelihood.log_temperature))
     with evaluating(model):
-        for x, y in loader:
-            x, y = map_inputs(lambda t: t.to(device), x), y.to(device)
+        for x, y in checks.pairs(loader):
+            x, y = map_inputs(lambda t: t.to(device), x), checks.targets(y).to(device)
             for draw, seed in enumerate(seeds):  # the same weights for every batch
-                f = functional_call(model, posterior.sample(own.manual_seed(seed), temperature), (x,))
+                f = run(model, copied(x), posterior.sample(own.manual_seed(seed), temperature))
                 sums[draw] += scale * likelihood.log_prob(f.double(), y).sum().cpu()
             count += len(y)
     if not count:

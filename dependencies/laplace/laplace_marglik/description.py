@@ -10,7 +10,7 @@ from asdl_marglik import Arrangement, Part, Plan
 def described(plan: Plan, parts: Sequence[Part], arrangement: Arrangement) -> str:
     """A line for each weight, and one for the passes."""
     labels = {name: part.label for part in parts for name in part.names}
-    width = max(len(name) for name in plan.weights)
+    width = max(len(name) for name in ("parameter", *plan.weights))
     lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
     for name, w in plan.weights.items():
         lines.append(f"{name:<{width}}  {w.numel():>10}  {plan.rules[name]:<26}  {labels[name]}")

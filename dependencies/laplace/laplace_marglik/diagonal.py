@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from asdl_marglik import evaluating, map_inputs, persample, trainable
+from asdl_marglik import copied, evaluating, map_inputs, persample, run, trainable
 from torch import Tensor, nn
 
+from . import checks
 from .errors import MarglikError
 from .evidence import Evidence
 from .likelihood import Likelihood, likelihood_for
@@ -44,8 +45,8 @@ class DiagonalLaplace:
         self.curvature = {name: torch.zeros_like(w) for name, w in self._weights.items()}
         self.log_likelihood, self.n_data = torch.zeros((), dtype=torch.float64), 0
         with evaluating(model):
-            for x, y in loader:
-                self._add(model, x, y)
+            for x, y in checks.pairs(loader):
+                self._add(model, x, checks.targets(y))
         if not self.n_data:
             raise MarglikError("the loader is empty; it must yield (x, y) batches")
 
@@ -74,7 +75,7 @@ class DiagonalLaplace:
         for own in torch.arange(len(y), device=device).split(size):
             x_own, y_own = map_inputs(lambda t, own=own: t[own], x), y[own]  # type: ignore[misc]
             with torch.no_grad():
-                f = model(x_own)
+                f = run(model, copied(x_own))
             seeds, log_prob = self._seeds(f, y_own)
             self.log_likelihood += log_prob.cpu()
             rows = persample.rows(model, self._weights, map_inputs(lambda t: t.unsqueeze(1), x_own), seeds.to(f.dtype))

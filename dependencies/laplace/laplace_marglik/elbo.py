@@ -15,10 +15,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from asdl_marglik import Ranks, augmented, evaluating, hyperparameters_in, map_inputs, tensors_of, trainable
+from asdl_marglik import (
+    Ranks,
+    augmented,
+    copied,
+    evaluating,
+    hyperparameters_in,
+    map_inputs,
+    run,
+    tensors_of,
+    trainable,
+)
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from . import checks
 from .errors import MarglikError
 from .evidence import Evidence
 from .kl import Divergence, divergence
@@ -61,16 +71,20 @@ class DataEmphasizedELBO:
         augment: nn.Module | None = None, hyper: Iterable[str] = (), generator: torch.Generator | None = None,
         force: bool = False,
     ):  # fmt: skip
-        if n_data < 1:
-            raise MarglikError(f"n_data must be at least 1, got {n_data}")
+        checks.positive_integer("n_data", n_data)
         if variance not in ("optimal", "fixed"):
             raise MarglikError(f"variance must be optimal or fixed, got {variance!r}")
         self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
-        self.n_data, self.variance, self.antithetic, self.augment = n_data, variance, antithetic, augment
+        self.n_data, self.variance, self.antithetic, self.augment = (
+            n_data,
+            variance,
+            antithetic,
+            checks.as_module(augment),
+        )
         self.hyper = tuple(hyper)
         self._hyper_in_network = hyperparameters_in(model, self.hyper)
         weights = self.weights
-        prior.deviations(weights)  # refuses a prior for another model
+        prior.check(weights, self._hyper_in_network)
         self.n_weights = sum(w.numel() for w in weights.values())
         self.kappa = self._checked_kappa(kappa, force)
         self.width = LearnedWidth(posterior, prior, weights, sigma)
@@ -96,7 +110,7 @@ class DataEmphasizedELBO:
 
     def __call__(self, x: Any, y: Tensor) -> Tensor:
         """The loss of a batch, per datum; differentiable in the weights and in `parameters`."""
-        x, y = self._placed(x), self._placed(y)
+        x, y = self._placed(x), self._placed(checks.targets(y))
         self._check_batch(x, y)
         weights, scale = self.weights, self._likelihood_scale()
         noise = {name: normal(w, self.generator) for name, w in weights.items()}
@@ -158,8 +172,8 @@ class DataEmphasizedELBO:
         posterior, scale = self.fixed_posterior(), self._likelihood_scale()
         generator = torch.Generator(self.generator.device)
         with evaluating(self.model):
-            for number, (x, y) in enumerate(loader):
-                x, y = self._placed(x), self._placed(y)
+            for number, (x, y) in enumerate(checks.pairs(loader)):
+                x, y = self._placed(x), self._placed(checks.targets(y))
                 self._check_batch(x, y)
                 for draw, seed in enumerate(seeds if ranks is None or ranks.owns(number) else ()):
                     f = self._outputs(posterior.sample(generator.manual_seed(seed)), x, seed + count)
@@ -213,11 +227,11 @@ class DataEmphasizedELBO:
     def _outputs(self, weights: dict[str, Tensor], x: Any, seed: int | None = None) -> Tensor:
         """Outputs with some weights replaced, averaged over augmented copies."""
         if self.augment is None:
-            return functional_call(self.model, weights, (x,))
+            return run(self.model, copied(x), weights)
         copies = augmented(self.augment, x, self._seed() if seed is None else seed)
         n, a = tensors_of(copies)[0].shape[:2]
         flat = map_inputs(lambda t: t.flatten(0, 1), copies)
-        return functional_call(self.model, weights, (flat,)).unflatten(0, (n, a)).mean(1)
+        return run(self.model, flat, weights).unflatten(0, (n, a)).mean(1)
 
     def _likelihood_scale(self) -> float:
         return math.exp(-float(self.likelihood.log_temperature))

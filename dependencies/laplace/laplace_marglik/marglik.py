@@ -7,7 +7,6 @@ log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -21,24 +20,28 @@ from asdl_marglik import (
     Passes,
     Plan,
     PlanChanged,
+    PrecisionLost,
     Problem,
     Ranks,
     ShardedPasses,
     augmented,
     check_weights,
+    copied,
     evaluating,
+    full_precision,
     hyperparameters_in,
     make_plan,
     map_inputs,
     parts_of,
+    run,
     seeded,
     statistics,
     tensors_of,
     trainable,
 )  # fmt: skip
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from . import checks
 from .block import PreparedBlock, status_of
 from .description import described
 from .errors import MarglikError
@@ -84,14 +87,15 @@ class MarginalLikelihood:
         ):  # fmt: skip
             if value not in choices:
                 raise MarglikError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        for name, number in (
-            ("n_data", n_data), ("outputs", outputs), ("memory_budget", memory_budget), ("chunk", chunk)
-        ):  # fmt: skip
-            if number is not None and number < 1:
-                raise MarglikError(f"{name} must be at least 1, got {number}")
+        checks.positive_integer("n_data", n_data)
+        for name, number in (("outputs", outputs), ("chunk", chunk)):
+            if number is not None:
+                checks.positive_integer(name, number)
+        if memory_budget is not None and not memory_budget >= 1:
+            raise MarglikError(f"memory_budget must be at least 1, got {memory_budget}")
         self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
         self.n_data, self.structure, self.outputs, self.columns, self.root = n_data, structure, outputs, columns, root
-        self.augment, self.kfac, self.blocks, self.chunk = augment, kfac, blocks, chunk
+        self.augment, self.kfac, self.blocks, self.chunk = checks.as_module(augment), kfac, blocks, chunk
         if row_dtype not in (None, torch.float16):
             raise MarglikError(f"row_dtype must be torch.float16, or None for the dtype of the model, got {row_dtype}")
         self.memory_budget, self.row_dtype, self._fast = memory_budget, row_dtype, ALL
@@ -99,7 +103,8 @@ class MarginalLikelihood:
         self._hyper_in_network = hyperparameters_in(model, self.hyper)
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self._plan: Plan | None = None
-        prior.deviations(self.weights)  # refuses a prior for another model
+        self.in_double = False  # statistics in float64, from where single precision was not enough; for checkpoints
+        self._checked_weights()
         if prior.covariance:
             raise MarglikError("curvature needs a prior of independent weights; drop covariance=, or use an ELBO")
 
@@ -115,11 +120,19 @@ class MarginalLikelihood:
         found = [p for module in modules for p in module.parameters() if p.requires_grad]
         return list(dict.fromkeys([*found, *self._hyper_in_network.values()]))
 
+    def _checked_weights(self) -> dict[str, nn.Parameter]:
+        """The weights, if the prior is one of theirs."""
+        weights = self.weights
+        if not weights:
+            raise MarglikError("all weights of the model are frozen; unfreeze some, then build the prior anew")
+        self.prior.check(weights, self._hyper_in_network)
+        return weights
+
     # ------------------------------------------------------------------------------------------------ objectives
 
     def map_loss(self, x: Any, y: Tensor) -> Tensor:
         """Loss for the weights, per datum: -log p / tau + penalty / (2 N); detached from every hyperparameter."""
-        f = self.outputs_of(x)
+        f, y = self.outputs_of(x), checks.targets(y)
         scale = torch.exp(-self.likelihood.log_temperature.detach())
         with self.likelihood.constant():
             data = -(self.likelihood.log_prob(f, y).mean() * scale.to(f.dtype))
@@ -130,21 +143,20 @@ class MarginalLikelihood:
 
         seed: of the random augmentation; by default drawn from the generator.
         """
-        detached = {name: p.detach() for name, p in self._hyper_in_network.items()}
+        detached = {name: p.detach() for name, p in self._hyper_in_network.items()} or None
         if self.augment is None:
-            return functional_call(self.model, detached, (x,)) if detached else self.model(x)
+            return run(self.model, copied(x), detached)
         with torch.no_grad():
             copies = augmented(self.augment, x, self._seed() if seed is None else seed)
         n, a = tensors_of(copies)[0].shape[:2]
         flat = map_inputs(lambda t: t.flatten(0, 1), copies)
-        f = functional_call(self.model, detached, (flat,)) if detached else self.model(flat)
-        return f.unflatten(0, (n, a)).mean(1)
+        return run(self.model, flat, detached).unflatten(0, (n, a)).mean(1)
 
     def __call__(self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None) -> Evidence:
         """The evidence of all data estimated from this block.
 
-        columns: explicit root columns [K] or [S, K]. block: the `Block` of a partition that x and y are, for its
-        columns and counts.
+        columns: explicit root columns [K] or [S, K]. block: the `Block` of a partition that x and y are; its columns
+        and counts are taken, whatever `outputs` says, and it must be of a partition of all n_data data and outputs.
         """
         return self._with_plan(lambda: self._evidence(self._single_block(x, y, columns, block)))
 
@@ -155,7 +167,7 @@ class MarginalLikelihood:
 
         Everything else stays as it was, the weights included.
         """
-        return self._with_plan(lambda: self._reusable(self._single_block(x, y, columns, block, reuse=True)))
+        return self._with_plan(lambda: self._reusable(lambda: self._single_block(x, y, columns, block, reuse=True)))
 
     def full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Evidence:
         """One block of all N data, streamed from a loader that gives the same batches every time (shuffle=False)."""
@@ -163,7 +175,7 @@ class MarginalLikelihood:
 
     def cached_full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Callable[[], Evidence]:
         """As `cached`, for one block of all N data."""
-        return self._with_plan(lambda: self._reusable(self._all_data(loader, reuse=True)))
+        return self._with_plan(lambda: self._reusable(lambda: self._all_data(loader, reuse=True)))
 
     def memory(self, x: Any, n: int | None = None) -> int:
         """Bytes that an estimate and its gradient take besides model and data: of x, or of n data points like these."""
@@ -182,21 +194,25 @@ class MarginalLikelihood:
     # -------------------------------------------------------------------------------------------------- assembly
 
     def _with_plan(self, compute: Callable[[], T]) -> T:
-        """Run `compute`; if the model takes another path than planned, plan again once."""
-        try:
-            return compute()
-        except PlanChanged:
-            self._plan = None
-        try:
-            return compute()
-        except PlanChanged:
-            raise MarglikError(
-                "the model uses its weights differently from one data point to the next (data-dependent control flow); "
-                "evaluate such data in separate blocks"
-            ) from None
+        """Run `compute`; again if the model takes another path than planned, or single precision is not enough."""
+        checks.outside_inference_mode()
+        start = self.generator.get_state()
+        replanned = False
+        with full_precision(self.model):
+            while True:
+                try:
+                    return compute()
+                except PrecisionLost:
+                    assert not self.in_double  # statistics in float64 are taken as they are
+                    self.in_double = True
+                except PlanChanged:
+                    if replanned:
+                        raise MarglikError(_MANY_PATHS) from None
+                    self._plan, replanned = None, True
+                self.generator.set_state(start)  # the same block and the same random draws
 
     def _planned(self, x: Any) -> Plan:
-        weights = self.weights
+        weights = self._checked_weights()
         known = self._plan
         fits = known is not None and [*known.weights] == [*weights] and not known.provisional
         if not fits or any(known.weights[name] is not w for name, w in weights.items()):  # type: ignore[union-attr]
@@ -217,7 +233,19 @@ class MarginalLikelihood:
     def _problem(self, plan: Plan, n: int, k: int, copies: int) -> Problem:
         seeds = seeds_per_datum(self._rows(plan, k), k)
         half = self.row_dtype is not None
-        return Problem(plan, self.prior.groups, n, seeds, copies, self.kfac, self.blocks, half, self._fast, self.ranks)
+        return Problem(
+            plan,
+            self.prior.groups,
+            n_data=n,
+            rows_per_datum=seeds,
+            copies=copies,
+            setting=self.kfac,
+            granularity=self.blocks,
+            half_rows=half,
+            fast=self._fast,
+            ranks=self.ranks,
+            double=self.in_double,
+        )
 
     @property
     def _budget(self) -> Budget:
@@ -233,7 +261,7 @@ class MarginalLikelihood:
     def _single_block(
         self, x: Any, y: Tensor, columns: Tensor | None, block: Block | None, *, reuse: bool = False
     ) -> PreparedBlock:
-        x, y = self._placed(x), self._placed(y)
+        x, y = self._placed(x), self._placed(checks.targets(y))
         n = len(y)
         if n == 0 or any(len(t) != n for t in tensors_of(x)):
             lengths = [len(t) for t in tensors_of(x)]
@@ -246,7 +274,9 @@ class MarginalLikelihood:
             )
         plan = self._planned(x)
         c = plan.output_shape.numel()
-        columns = block.columns if columns is None and block is not None else columns
+        if block is not None:
+            block.check(n, self.n_data, c)
+            columns = block.columns if columns is None else columns
         if columns is None:
             columns = draw_columns(n, c, self._k(plan), self.columns == "iid", self.generator)
         columns = checked_columns(columns, n, c).to(y.device)
@@ -258,7 +288,7 @@ class MarginalLikelihood:
     def _all_data(self, loader: Iterable[tuple[Any, Tensor]], *, reuse: bool = False) -> PreparedBlock:
         if iter(loader) is loader:
             raise MarglikError("the loader can be read only once; pass a DataLoader or a list of (x, y) batches")
-        first = next(iter(loader), None)
+        first = next(checks.pairs(loader), None)
         if first is None:
             raise MarglikError("the loader is empty; it must yield (x, y) batches of all n_data data points")
         plan = self._planned(self._placed(first[0]))
@@ -268,9 +298,9 @@ class MarginalLikelihood:
         def batches() -> Iterable[tuple[Any, Tensor, Tensor]]:
             generator = torch.Generator().manual_seed(seed)  # the same columns in both passes
             shared = None if self.columns == "iid" else draw_columns(1, c, k, False, generator)
-            for x, y in loader:
+            for x, y in checks.pairs(loader):
+                y = self._placed(checks.targets(y))
                 own = draw_columns(len(y), c, k, True, generator) if shared is None else shared.expand(len(y), -1)
-                y = self._placed(y)
                 if any(len(t) != len(y) for t in tensors_of(x)):
                     raise MarglikError("expected as many inputs as targets in every batch")
                 yield self._placed(x), y, own.to(y.device)
@@ -283,6 +313,7 @@ class MarginalLikelihood:
         in_network = [] if reuse else [p for p in self._hyper_in_network.values() if p.requires_grad]
         leaves: list[Tensor] = [] if reuse else [*in_network, *self.likelihood.root_parameters()]
         in_augment = self.augment is not None and any(p.requires_grad for p in self.augment.parameters())
+        _refuse_hooks([*leaves, *(self.augment.parameters() if self.augment is not None else ())])
         problem = self._problem(plan, n, k, copies)
         parts = parts_of(self.structure, problem)
         again = torch.is_grad_enabled() and not reuse and bool(leaves or in_augment)
@@ -302,12 +333,27 @@ class MarginalLikelihood:
         squares = self.prior.squares(self.weights)
         return PreparedBlock(passes, plan.output_shape, n_data_blocks, n_column_blocks, status, squares)
 
-    def _reusable(self, block: PreparedBlock) -> Callable[[], Evidence]:
+    def _reusable(self, prepare: Callable[[], PreparedBlock]) -> Callable[[], Evidence]:
         if self.likelihood.root_parameters():
             raise MarglikError(
                 "a cached evaluation follows prior, noise and temperature only, and this likelihood has other "
                 "learnable parameters; freeze them or evaluate ml(x, y) anew"
             )
+        start = self.generator.get_state()
+        block = self._settled(prepare())
+
+        def evaluate() -> Evidence:
+            nonlocal block
+            try:
+                return self._evidence(block)
+            except PrecisionLost:
+                block = self._in_double(block, prepare, start)
+                return self._evidence(block)
+
+        return evaluate
+
+    def _settled(self, block: PreparedBlock) -> PreparedBlock:
+        """The block with all done that neither prior nor noise can change."""
         passes = block.passes
         with torch.no_grad():
             f, parts = statistics(passes, self.prior.log_precision)
@@ -316,12 +362,27 @@ class MarginalLikelihood:
                 block.log_dets = [p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)]
                 keep = self.likelihood.constant_log_prob and self._fast.kept_log_prob
                 block.f, block.log_prob = f, block.log_prob_of(f, self.likelihood) if keep else None
-        return lambda: self._evidence(block)
+        return block
+
+    def _in_double(self, block: PreparedBlock, prepare: Callable[[], PreparedBlock], start: Tensor) -> PreparedBlock:
+        """The same cached block with statistics in float64, which the prior of now needs."""
+        if not block.passes.unchanged:
+            raise MarglikError(
+                "at this prior a cached block in single precision leaves its determinant to rounding, and the "
+                "parameters have moved since it was made, so that it cannot be made again; call ml.cached anew"
+            )
+        self.in_double, present = True, self.generator.get_state()
+        try:
+            self.generator.set_state(start)  # the same columns and random draws
+            with full_precision(self.model):
+                return self._settled(prepare())
+        finally:
+            self.generator.set_state(present)
 
     def _evidence(self, block: PreparedBlock) -> Evidence:
         passes, log_precision = block.passes, self.prior.log_precision
-        if not math.isfinite(log_precision.detach().sum()):
-            raise MarglikError("the prior's log_precision contains NaN or infinity")
+        self.prior.check_precision()
+        self.likelihood.check_scales()
         theta, scale, f = log_precision.double(), self.likelihood.curvature_scale(), block.f
         if f is not None:
             log_dets = [settled(scale, theta) for settled in block.log_dets]
@@ -343,4 +404,19 @@ class MarginalLikelihood:
 
     def _placed(self, x: Any) -> Any:
         device = next(iter(self.model.parameters())).device
-        return map_inputs(lambda t: t.to(device), x)
+        return map_inputs(lambda t: checks.ordinary(t).to(device), x)
+
+
+_MANY_PATHS = (
+    "the model uses its weights differently from one data point to the next (data-dependent control flow); evaluate "
+    "such data in separate blocks"
+)
+
+
+def _refuse_hooks(leaves: Iterable[Tensor]) -> None:
+    """Hooks on hyperparameters behind the outputs would act inside the estimate, and again on its result."""
+    if any(leaf._backward_hooks for leaf in leaves):
+        raise MarglikError(
+            "a hyperparameter of the network, the likelihood or the augmentation has a gradient hook, which would act "
+            "twice; remove it and change the gradient after backward() instead"
+        )

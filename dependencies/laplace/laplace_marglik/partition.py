@@ -24,10 +24,23 @@ class Block:
     columns: Tensor  # [S, K] root columns of each
     n_data_blocks: int
     n_column_blocks: int
+    n_data: int  # that the partition is of
+    n_outputs: int
 
     @property
     def n_blocks(self) -> int:
         return self.n_data_blocks * self.n_column_blocks
+
+    def check(self, n: int, n_data: int, n_outputs: int) -> None:
+        """Refuse a block that is not of these n data points, or of another partition: its counts would be wrong."""
+        if n != len(self.index):
+            raise MarglikError(f"the block has {len(self.index)} data points but {n} were given; pass x[block.index]")
+        for name, of_block, expected in (("data points", self.n_data, n_data), ("outputs", self.n_outputs, n_outputs)):
+            if of_block != expected:
+                raise MarglikError(
+                    f"the block is of a partition of {of_block} {name}, but there are {expected}; build the Partition "
+                    "with the n_data of the marginal likelihood and all outputs of the network"
+                )
 
 
 class Partition:
@@ -76,7 +89,7 @@ class Partition:
         index = self._data[position // self.n_column_blocks]
         order = self._column_order[index] if self.columns == "iid" else self._column_order.expand(len(index), -1)
         columns = order.tensor_split(self.n_column_blocks, 1)[position % self.n_column_blocks]
-        return Block(index, columns, len(self._data), self.n_column_blocks)
+        return Block(index, columns, len(self._data), self.n_column_blocks, self.n_data, self.n_outputs)
 
     def __iter__(self) -> Iterator[Block]:
         return (self[position] for position in range(len(self)))

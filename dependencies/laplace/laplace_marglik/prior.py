@@ -10,6 +10,7 @@ import torch
 from asdl_marglik import Groups, matches, trainable
 from torch import Tensor, nn
 
+from .checks import LARGEST_LOG
 from .covariance import LowRankCovariance
 from .errors import MarglikError
 
@@ -50,7 +51,7 @@ class GaussianPrior(nn.Module):
         self.covariance = _covariance(covariance or {}, self.groups, self.group_names, weights)
         first = next(iter(weights.values()))
         self.log_precision = nn.Parameter(_initial(precision, self.groups, self.group_names, first))
-        self._means = _means(mean, weights)
+        self.means = _Means(_means(mean, weights))
 
     @property
     def precision(self) -> Tensor:
@@ -61,16 +62,43 @@ class GaussianPrior(nn.Module):
         return {name: self.log_precision.detach()[group].exp() for name, group in self.groups.items()}
 
     def mean_of(self, name: str) -> Tensor | float:
-        return self._means.get(name, 0.0)
+        return self.means.of(name)
+
+    def check(self, weights: Mapping[str, Tensor], hyper: Iterable[str] = ()) -> None:
+        """Refuse weights that the prior was not built for, and parameters `hyper` that it takes for weights."""
+        both = [name for name in hyper if name in self.groups]
+        if both:
+            raise MarglikError(
+                f"{both[0]!r} is a hyperparameter of the objective but a weight of the prior; give the prior the same "
+                "patterns, GaussianPrior(model, ..., hyper=...)"
+            )
+        for name, w in weights.items():
+            if name not in self.groups:
+                raise MarglikError(
+                    f"the prior has no group for {name!r}; build it for this model, with the same hyper patterns, "
+                    "after freezing or unfreezing parameters"
+                )
+            group = self.groups[name]
+            if isinstance(group, slice) and group.stop - group.start != w.numel():
+                raise MarglikError(
+                    f"the prior has {group.stop - group.start} precisions for {name!r}, which has {w.numel()} entries; "
+                    "build it for this model"
+                )
+
+    def check_precision(self) -> None:
+        """Refuse precisions that overflow, which would make an evidence without a meaning."""
+        values = self.log_precision.detach()
+        if values.abs().max() <= LARGEST_LOG:  # False for NaN
+            return
+        entry = int((~(values.abs() <= LARGEST_LOG)).nonzero()[0])
+        raise MarglikError(
+            f"the log precision of group {self.group_names[entry]!r} is {float(values[entry]):g} (NaN or "
+            f"beyond {LARGEST_LOG:g}), which overflows; learn the prior with a smaller step, or limit it"
+        )
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """w - mean of each weight."""
-        missing = [name for name in weights if name not in self.groups]
-        if missing:
-            raise MarglikError(
-                f"the prior has no group for {missing[0]!r}; build it for this model, with the same hyper patterns, "
-                "after freezing or unfreezing parameters"
-            )
+        self.check(weights)
         deviations = {}
         for name, w in weights.items():
             mean = self.mean_of(name)
@@ -180,8 +208,11 @@ def _initial(precision: float | Mapping[str, float], groups: Groups, names: list
             f"no initial precision for group {missing[0]!r}; the groups are {list(dict.fromkeys(names))}"
         )
     values = [precision[n] if isinstance(precision, Mapping) else precision for n in names]
-    if not all(v > 0 and math.isfinite(v) for v in values):
-        raise MarglikError(f"prior precision must be positive and finite, got {precision}")
+    if not all(v > 0 and math.isfinite(v) and abs(math.log(v)) <= LARGEST_LOG for v in values):
+        raise MarglikError(
+            f"prior precision must be positive and between exp(-{LARGEST_LOG:g}) and exp({LARGEST_LOG:g}), got "
+            f"{precision}"
+        )
     return torch.tensor([math.log(v) for v in values], dtype=like.dtype, device=like.device)
 
 
@@ -196,3 +227,21 @@ def _means(mean: float | Mapping[str, Tensor] | str, weights: Mapping[str, Tenso
     if unknown:
         raise MarglikError(f"prior mean given for {unknown[0]!r}, which is not a weight; weights are {list(weights)}")
     return {name: m.detach().clone() for name, m in mean.items()}
+
+
+class _Means(nn.Module):
+    """The mean of each weight, as buffers: part of the prior's state, and moved with it."""
+
+    def __init__(self, means: Mapping[str, Tensor | float]):
+        super().__init__()
+        for name, mean in means.items():
+            if isinstance(mean, Tensor) or mean:
+                self.register_buffer(_buffer(name), torch.as_tensor(mean))
+
+    def of(self, name: str) -> Tensor | float:
+        return self._buffers.get(_buffer(name), 0.0)  # type: ignore[return-value]
+
+
+def _buffer(name: str) -> str:
+    """A parameter's name as that of a buffer, which must not have dots."""
+    return name.replace(".", "/")

@@ -42,6 +42,7 @@ class SpectralMarginalLikelihood(MarginalLikelihood):
         """One pass over the block and one decomposition of its small matrices."""
         if self.prior.log_precision.numel() != 1:
             raise MarglikError("a spectrum needs one prior precision for all weights: GaussianPrior(model, 'scalar').")
+        self.in_double = True  # it will be asked for weak priors too
         with torch.no_grad():
             return self._with_plan(lambda: self._spectrum(x, y, block))
 

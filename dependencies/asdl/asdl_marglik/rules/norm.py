@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..differentiable import substitute
 from .base import Call, Rule, named, register
 
 _SIGNATURES = {
@@ -38,7 +39,7 @@ class Normalisation(Rule):
             assert a is not None
             leading = a.shape
             flat = a if func in _OVER_LAST_AXES else a.flatten(0, 1)
-            g = g * func(flat, weight=None, **call.options["arguments"]).reshape(leading)
+            g = g * substitute(func)(flat, weight=None, **call.options["arguments"]).reshape(leading)
         if func in _OVER_LAST_AXES:
             return g.reshape(len(g), -1, *shape).sum(1)
         return g.reshape(*g.shape[:3], -1).sum((1, 3))  # [n, Q, channels, positions]

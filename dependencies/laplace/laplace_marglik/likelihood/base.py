@@ -11,6 +11,7 @@ import torch
 from asdl_marglik import eigen_root, psd_sqrt
 from torch import Tensor, nn
 
+from ..checks import LARGEST_LOG, positive_number
 from ..errors import MarglikError
 
 Root = Literal["paper", "fisher", "symmetric", "eigen"]
@@ -31,8 +32,7 @@ class Likelihood(nn.Module):
 
     def __init__(self, temperature: float = 1.0, *, learn_temperature: bool = False):
         super().__init__()
-        if not temperature > 0:
-            raise MarglikError(f"temperature must be positive, got {temperature}")
+        positive_number("temperature", temperature)
         self.log_temperature = nn.Parameter(
             torch.tensor(math.log(temperature), dtype=torch.float64), requires_grad=learn_temperature
         )
@@ -48,6 +48,12 @@ class Likelihood(nn.Module):
     def curvature_scale(self) -> Tensor:
         """The factor between `hessian` and the curvature of the tempered likelihood."""
         return torch.exp(-self.log_temperature.double())
+
+    def check_scales(self) -> None:
+        """Refuse temperatures and noises that overflow, with which the data would count for nothing, or alone."""
+        for name, p in self.named_parameters():
+            if name in self.scale_parameters and not abs(float(p.detach())) <= LARGEST_LOG:
+                raise MarglikError(f"{name} of the likelihood is {float(p.detach()):g}, which overflows")
 
     def root_parameters(self) -> list[nn.Parameter]:
         """Learnable parameters that shape the Hessian itself."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..checks import positive_number
 from ..errors import MarglikError
 from .base import Likelihood, Root
 
@@ -52,8 +53,7 @@ class Gaussian(DiagonalLikelihood):
         self, sigma: float = 1.0, *, learn_sigma: bool = True, temperature: float = 1.0, learn_temperature: bool = False
     ):
         super().__init__(temperature, learn_temperature=learn_temperature)
-        if not sigma > 0:
-            raise MarglikError(f"sigma must be positive, got {sigma}")
+        positive_number("sigma", sigma)
         self.log_sigma = nn.Parameter(torch.tensor(math.log(sigma), dtype=torch.float64), requires_grad=learn_sigma)
 
     @property

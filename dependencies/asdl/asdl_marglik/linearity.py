@@ -1,0 +1,112 @@
+"""Whether the way back through a network is the same for all inputs nearby, read off the autograd graph of one pass.
+
+A network is piecewise linear in its inputs if every operation between them and the outputs is, a product having at most
+one factor that moves. Then output cotangents do not depend on the inputs almost everywhere and their derivative need
+not be computed. What moves is what depends on the inputs, or on an operation with weights: the cotangent of its output
+is what the other factor of a product decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+# operations that are piecewise linear in all their arguments together, by the names of their autograd nodes
+_LINEAR = {
+    "AccumulateGrad",
+    "AdaptiveAvgPool1DBackward0",
+    "AdaptiveAvgPool2DBackward0",
+    "AdaptiveMaxPool2DBackward0",
+    "AddBackward0",
+    "AsStridedBackward0",
+    "AvgPool2DBackward0",
+    "AvgPool3DBackward0",
+    "CatBackward0",
+    "CloneBackward0",
+    "ConstantPadNdBackward0",
+    "ExpandBackward0",
+    "HardtanhBackward0",
+    "LeakyReluBackward0",
+    "MaxPool2DWithIndicesBackward0",
+    "MaxPool3DWithIndicesBackward0",
+    "MeanBackward0",
+    "MeanBackward1",
+    "NegBackward0",
+    "PermuteBackward0",
+    "ReluBackward0",
+    "RepeatBackward0",
+    "ReshapeAliasBackward0",
+    "SelectBackward0",
+    "SliceBackward0",
+    "SplitBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "StackBackward0",
+    "SubBackward0",
+    "SumBackward0",
+    "SumBackward1",
+    "TBackward0",
+    "ThresholdBackward0",
+    "TransposeBackward0",
+    "UnbindBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+    "WhereBackward0",
+}
+# products: the arguments of which at most one may move; other arguments are added
+_PRODUCTS = {
+    "AddmmBackward0": (1, 2),
+    "BaddbmmBackward0": (1, 2),
+    "BmmBackward0": (0, 1),
+    "ConvolutionBackward0": (0, 1),
+    "DivBackward0": (0, 1),
+    "MmBackward0": (0, 1),
+    "MulBackward0": (0, 1),
+    "MvBackward0": (0, 1),
+    "NativeBatchNormBackward0": (0, 1),
+}
+
+
+def piecewise_linear(outputs: Tensor, sources: Iterable[Node]) -> bool:
+    """Whether cotangents on the way from the outputs to the sources are locally constant.
+
+    sources: nodes of the inputs, and of the outputs of operations with weights.
+    """
+    if outputs.grad_fn is None:
+        return True
+    moving = _moving(outputs.grad_fn, set(sources))
+    return all(_is_linear(node, moving) for node, moves in moving.items() if moves)
+
+
+def _moving(end: Node, sources: set[Node]) -> dict[Node, bool]:
+    """For every node behind `end`, whether it depends on a source."""
+    moving: dict[Node, bool] = {}
+    pending = [end]
+    while pending:
+        node = pending[-1]
+        arguments = [argument for argument, _ in node.next_functions if argument is not None]
+        unknown = [argument for argument in arguments if argument not in moving]
+        if unknown:
+            pending.extend(unknown)
+            continue
+        pending.pop()
+        moving[node] = node in sources or any(moving[argument] for argument in arguments)
+    return moving
+
+
+def _is_linear(node: Node, moving: dict[Node, bool]) -> bool:
+    name = node.name().rpartition("::")[2]
+    if name in _LINEAR:
+        return True
+    if name not in _PRODUCTS:
+        return False
+    if getattr(node, "_saved_training", False):  # normalised by statistics of the batch
+        return False
+    arguments = [argument for argument, _ in node.next_functions]
+    factors = [moving.get(arguments[i], False) for i in _PRODUCTS[name] if i < len(arguments)]  # type: ignore[arg-type]
+    if name == "DivBackward0" and factors[-1]:  # not linear in its divisor
+        return False
+    return sum(factors) <= 1
