@@ -401,13 +401,11 @@ class Powers(nn.Module):
     """Its first derivative at zero is zero, its second one infinite."""
 
     def forward(self, x):
-        return torch.relu(x) ** 1.5
+        return x + (0.0 * x) ** 1.5
 
 
 def test_a_gradient_that_is_not_finite_is_refused():
     model = filled(nn.Sequential(nn.Linear(4, 5), Powers(), nn.Linear(5, 3)))
-    with torch.no_grad():
-        model[0].bias.fill_(-100.0)  # all of them at zero
     ml = marglik(model, augment=Jitter())
     with pytest.raises(CurvatureError, match="gradient is NaN or infinite"):
         ml(X, Y).total.backward()
