@@ -51,9 +51,10 @@ class Likelihood(nn.Module):
 
     def check_scales(self) -> None:
         """Refuse temperatures and noises that overflow, with which the data would count for nothing, or alone."""
-        for name, p in self.named_parameters():
-            if name in self.scale_parameters and not abs(float(p.detach())) <= LARGEST_LOG:
-                raise MarglikError(f"{name} of the likelihood is {float(p.detach()):g}, which overflows")
+        for name in self.scale_parameters:
+            value = getattr(self, name).item()
+            if not abs(value) <= LARGEST_LOG:
+                raise MarglikError(f"{name} of the likelihood is {value:g}, which overflows")
 
     def root_parameters(self) -> list[nn.Parameter]:
         """Learnable parameters that shape the Hessian itself."""
