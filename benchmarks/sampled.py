@@ -122,6 +122,7 @@ def learn(settings: Study, posterior: SampledLaplace, loader: Loader, epoch_seco
         "passes": diagnostics["steps"], "residual": max(diagnostics["residuals"]), "error": max(diagnostics["errors"]),
         "mode_error": diagnostics["mode_error"], "em_step_epochs": seconds / settings.em_steps / epoch_seconds,
         "log_marglik": evidence.total.item() / n, "log_marglik_error": (evidence.standard_error or 0.0) / n,
+        # the bracket of the rule of integration, no interval: that has two of log_marglik_error besides on either side
         "log_marglik_low": evidence.bracket[0] / n, "log_marglik_high": evidence.bracket[1] / n,
     }  # fmt: skip
 

@@ -176,15 +176,22 @@ class Trainer:
         self.method.learn(round_)
         self.steps["prior"] += n_prior
         self.steps["augment"] += n_augment
-        if not round_.evidences:
-            return round_.metrics
-        evidence = Evidence.mean(round_.evidences)
-        if not (evidence.total.isfinite() and self.problem.prior.log_precision.isfinite().all()):
+        evidence = Evidence.mean(round_.evidences) if round_.evidences else None
+        self._check_round(round_, evidence)
+        return round_.metrics if evidence is None else _described(evidence, self.problem)
+
+    def _check_round(self, round_: Round, evidence: Evidence | None) -> None:
+        """Refuse to go on with hyperparameters, or with an evidence, that are not finite, wherever they come from."""
+        values = [value for value in _numbers(round_.metrics) if not math.isfinite(value)]
+        finite = evidence is None or bool(evidence.total.isfinite())
+        if values or not (finite and self.problem.prior.log_precision.isfinite().all()):
+            advice = f"A smaller --lr-hyp (now {self.training.lr_hyp:g}) usually helps."
+            if self.method.learns_by == "samples":
+                advice = "Another --prior-precision to start from, more --solver-passes or fewer --em-steps may help."
             raise NtkMarglikError(
                 f"The evidence or the prior became infinite or NaN in epoch {self.epoch}; the run folder holds the "
-                f"metrics up to epoch {self.epoch - 1}. A smaller --lr-hyp (now {training.lr_hyp:g}) usually helps."
+                f"metrics up to epoch {self.epoch - 1}. {advice}"
             )
-        return _described(evidence, self.problem)
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Metrics on the "train" or "test" split."""
@@ -247,6 +254,13 @@ def _described(evidence: Evidence, problem: Problem) -> Metrics:
         "evidence_log_det_ratio": evidence.log_det_ratio.item() / n,
         "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
     }
+
+
+def _numbers(metrics: Metrics) -> Iterator[float]:
+    """All numbers of metrics, those in lists and by name included."""
+    for value in metrics.values():
+        parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {"": value}
+        yield from (part for part in parts.values() if isinstance(part, float))
 
 
 def _augmentation(problem: Problem) -> Metrics:

@@ -52,7 +52,9 @@ class SampledScore(Map):
     def evidence(self) -> Evidence:
         self.sample()
         found = self.posterior.log_evidence(self.batches(), "weights", self.problem.config.sampling.ladder)
-        self._bracket = [bound / self.problem.data.n_data for bound in found.bracket]
+        n = self.problem.data.n_data
+        self._bracket = [bound / n for bound in found.bracket]
+        self._interval = None if found.interval is None else [bound / n for bound in found.interval]
         return found
 
     def extras(self) -> Metrics:
@@ -65,7 +67,12 @@ class SampledScore(Map):
         for name, p in zip(("sampled", "probit"), both.chunk(2, 1), strict=True):
             scores = metrics(p.double().clamp_min(1e-300).log(), data.y_test)
             found |= {f"{name}_test_{key}": value for key, value in scores.items()}
-        return {**found, **self.describe(), "log_marglik_bracket": self._bracket}
+        return {
+            **found,
+            **self.describe(),
+            "log_marglik_bracket": self._bracket,  # of the rule of integration alone
+            "log_marglik_interval": self._interval,  # with two standard errors of sampling; None for one sample
+        }
 
     def joint(self) -> Metrics:
         """Log-likelihood of several test labels together, by samples and by the network, for the same inputs."""

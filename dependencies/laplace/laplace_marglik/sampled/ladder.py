@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from ..errors import MarglikError
 from ..evidence import Evidence
 
+STANDARD_ERRORS = 2.0  # on either side of the bracket: about 95 % of a normal error, somewhat less for few samples
+
 
 def rungs(trace: float, count: int) -> list[float]:
     """Factors from 1 to at least 2, geometric, the last so large that at most one nat lies beyond it."""
@@ -57,8 +59,26 @@ def _between(s: float, t: float, first: float, last: float) -> tuple[float, floa
     return first - last + last * steps, first - last + first * steps
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LadderEvidence(Evidence):
-    """An evidence whose log-determinant is an integral: `bracket` holds its total for exact effective dimensions."""
+    """An evidence whose log-determinant is an integral over a ladder of estimated effective dimensions.
+
+    bracket: what the rule of integration leaves open, were the effective dimensions exact. It says nothing about the
+    sampling error and is no interval for the evidence: that is `interval`.
+    """
 
     bracket: tuple[float, float] = (-math.inf, math.inf)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The bracket widened by two standard errors on either side; None for one sample, whose error is not known."""
+        if self.standard_error is None:
+            return None
+        low, high = self.bracket
+        return low - STANDARD_ERRORS * self.standard_error, high + STANDARD_ERRORS * self.standard_error
+
+    def __repr__(self) -> str:
+        interval = "unknown: one sample has no standard error"
+        if self.interval is not None:
+            interval = f"({self.interval[0]:.6g}, {self.interval[1]:.6g})"
+        return f"{super().__repr__()[:-1]}, interval={interval})".replace("Evidence", "LadderEvidence", 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .solve import RATE, ConjugateGradients, Sgd, conjugate_gradients, largest_eigenvalue, nesterov
-from .system import Portion, System
+from .system import Portion, Seen, System
 
 INEXACT = 0.1  # relative residual of a Newton system: its error is mended by the next step
 
@@ -63,13 +63,24 @@ class LinearModel:
         return torch.stack([self.log_likelihood([h[j] for h in moved]) for j in range(len(z))])
 
     def outputs(self, theta: Tensor) -> list[Tensor]:
-        """h(theta) of each batch; one pass."""
-        return [self._outputs(theta, batch.x) for batch in self.system.batches()]
+        """h(theta) of each batch; one pass, which refuses data, outputs and targets that are not finite."""
+        outputs, seen = [], Seen(self.system)
+        for batch in self.system.batches():
+            f, pushed = self._pushed(theta, batch.x)
+            seen.add(batch, f, pushed)
+            outputs.append(f + pushed)
+        seen.check()
+        return outputs
 
     def _outputs(self, theta: Tensor, x: Any) -> Tensor:
+        f, pushed = self._pushed(theta, x)
+        return f + pushed
+
+    def _pushed(self, theta: Tensor, x: Any) -> tuple[Tensor, Tensor]:
+        """The linear model's constant, the network's outputs or 0, and what it adds to them."""
         vector = theta - self.origin if self.offset else theta
         f, pushed = self.system.linear.jvp(x, vector.unsqueeze(0))
-        return f + pushed[0] if self.offset else pushed[0]
+        return f if self.offset else torch.zeros_like(f), pushed[0]
 
     def directional(self, theta: Tensor, direction: Tensor, outputs: list[Tensor], pushed: list[Tensor]) -> float:
         """Slope of the loss at theta along a direction with J direction = pushed: no pass, and no gradient is kept."""
@@ -90,11 +101,24 @@ class LinearModel:
 
     def gradient(self, theta: Tensor, outputs: list[Tensor]) -> Tensor:
         """Gradient [1, P] of the loss over all data."""
+        return self._with_prior(self._data_gradient(theta, outputs), theta)
+
+    def _data_gradient(self, theta: Tensor, outputs: list[Tensor]) -> Tensor:
+        """Gradient [1, P] of the loss of own data without the prior."""
         out = torch.zeros_like(theta).unsqueeze(0)
         for h, batch in zip(outputs, self.system.batches(), strict=True):
             slope = self.slope(h, batch.y).unsqueeze(0)
             self.system.linear.vjp_(batch.x, lambda _, slope=slope: slope, out)  # type: ignore[misc]
-        return self._with_prior(out, theta)
+        return out
+
+    def pulled_squares(self, theta: Tensor) -> Tensor:
+        """|theta - mu|^2 of each group [G] by the mode's equation A (theta - mu) = - gradient; two passes.
+
+        A solver's tolerance hides deviations of groups that the prior dominates; their gradient is as it is.
+        """
+        gradient = self._data_gradient(theta, self.outputs(theta))
+        self.system.over_ranks_(gradient, "gradient of the linear model")
+        return self.system.layout.dots(gradient, gradient)[0] / self.system.precision.square()
 
     def batch_gradient(self, theta: Tensor, batch: Portion) -> Tensor:
         """An unbiased estimate [1, P] of the gradient from one batch."""
@@ -132,8 +156,13 @@ def newton(model: LinearModel, theta: Tensor, settings: ConjugateGradients, prec
         target = model.gradient(theta, outputs).neg_()
         direction = torch.zeros_like(target)
         left -= 1 + conjugate_gradients(
-            lambda v: system.product(v, outputs), target, direction, inner, precondition  # noqa: B023
-        )  # fmt: skip
+            lambda v: system.product(v, outputs),  # noqa: B023
+            target,
+            direction,
+            inner,
+            precondition,
+            system.norm,
+        )
         del target
         pushed = [p[0] for p in system.pushed(direction).values()]
         slope = model.directional(theta, direction[0], outputs, pushed)
@@ -175,15 +204,19 @@ def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
     def product(v: Tensor, point: Tensor) -> Tensor:
         out = torch.zeros_like(v)
         system.add_curvature_(out, v, batch, weight, point)
-        return system.layout.add_(out, v, system.precision)
+        return system.whitened_(system.layout.add_(out, v, system.precision))
+
+    def gradient(at: Tensor) -> float:
+        return system.whitened_(model.gradient(at, model.outputs(at))).norm().item()
 
     steepest = max(largest_eigenvalue(lambda v: product(v, p), theta) for p in (f, torch.zeros_like(f)))  # noqa: B023
     rate = settings.rate or RATE / steepest
-    first = model.gradient(theta, model.outputs(theta)).norm().item()
-    moved = theta.unsqueeze(0).clone()
+    first, moved = gradient(theta), theta.unsqueeze(0).clone()
     bound = torch.full((1, 1), settings.clip * first, dtype=torch.float64, device=theta.device)
-    steps = nesterov(model.batch_gradient, system.steps, moved, settings, rate, bound)
-    last = model.gradient(moved[0], model.outputs(moved[0])).norm().item()
+    steps = nesterov(
+        lambda at, part: system.whitened_(model.batch_gradient(at, part)), system.steps, moved, settings, rate, bound
+    )
+    last = gradient(moved[0])
     return Mode(moved[0], steps, last / max(first, 1e-300))
 
 

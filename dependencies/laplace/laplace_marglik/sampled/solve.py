@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ RATE = 0.5  # times 1 / lambda_max: Nesterov's method with momentum mu is stable
 class ConjugateGradients:
     """Passes over all data until every residual |b - H z| / |b| is below the tolerance.
 
+    Where groups have different precisions, squares of residuals are divided by delta_l + tr(M) / P.
     rows: of the preconditioner (0: none); it keeps as many vectors of P numbers.
     """
 
@@ -39,9 +40,10 @@ class Sgd:
     """Minibatch gradients with Nesterov momentum and an average over the last steps.
 
     rate: first step size, None for 0.5 / lambda_max by power iterations on a batch; it falls in proportion to the
-    steps taken, to `decay` times that. clip: gradients are not longer than this many times |u|. averaging: share of
-    the steps, at the end, that are averaged; 0 takes the last. noise_in: "prior" (the objective L', of small variance)
-    or "data" (L). There is no preconditioner here: in a small test it made samples worse.
+    steps taken, to `decay` times that. clip: gradients are not longer than this many times the noise, |u| or
+    |A^{1/2} n|, whichever is longer. averaging: share of the steps, at the end, that are averaged; 0 takes the last.
+    noise_in: "prior" (the objective L', of small variance) or "data" (L). There is no preconditioner here: in a small
+    test it made samples worse.
     """
 
     passes: int = 20
@@ -64,6 +66,25 @@ class Sgd:
 Solver = ConjugateGradients | Sgd
 
 
+class Solved(NamedTuple):
+    """What is known of samples besides themselves: effective dimensions [k, G], residuals and errors [k], steps."""
+
+    function: Tensor
+    weight: Tensor
+    pull: Tensor
+    residuals: Tensor
+    errors: Tensor
+    steps: int
+
+    @staticmethod
+    def all(parts: Sequence[Solved]) -> Solved:
+        """Those of several groups of samples, in their order."""
+        function, weight, pull, residuals, errors, steps = zip(*parts, strict=True)
+        return Solved(
+            torch.cat(function), torch.cat(weight), torch.cat(pull), torch.cat(residuals), torch.cat(errors), max(steps)
+        )
+
+
 def solver_for(spec: str | Solver) -> Solver:
     """A solver from its name ("cg", "sgd"), or as it is."""
     if isinstance(spec, ConjugateGradients | Sgd):
@@ -76,15 +97,24 @@ def solver_for(spec: str | Solver) -> Solver:
 
 
 def conjugate_gradients(
-    product: Product, b: Tensor, z: Tensor, settings: ConjugateGradients, precondition: Product | None = None
+    product: Product,
+    b: Tensor,
+    z: Tensor,
+    settings: ConjugateGradients,
+    precondition: Product | None = None,
+    norm: Product | None = None,
 ) -> int:
-    """Move z [k, P] to H^-1 b, in place, from where it is; returns the number of iterations. Overwrites b."""
-    target = settings.tolerance * _norm(b)
+    """Move z [k, P] to H^-1 b, in place, from where it is; returns the number of iterations. Overwrites b.
+
+    norm: of residuals [k, P] -> [k, 1], for the tolerance.
+    """
+    norm = norm or _norm
+    target = settings.tolerance * norm(b)
     residual = b.sub_(product(z))
     preconditioned = residual if precondition is None else precondition(residual)
     direction, inner = preconditioned.clone(), _dot(residual, preconditioned)
     for iteration in range(settings.max_iterations):
-        if (_norm(residual) <= target).all():
+        if (norm(residual) <= target).all():
             return iteration
         image = product(direction)
         length = _ratio(inner, _dot(direction, image)).to(z.dtype)

@@ -20,12 +20,13 @@ KL(q || p), among those centred where it is, for which H = A + J^T E_q[Lambda] J
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from asdl_marglik import Ranks, map_inputs
+from asdl_marglik import Ranks, check_finite, map_inputs
+from asdl_marglik.network import finite
 from torch import Tensor
 
 from ..errors import MarglikError
@@ -49,6 +50,63 @@ class Portion(NamedTuple):
 
 
 @dataclass
+class Seen:
+    """Whether all that a pass over the data has met is finite: noted batch by batch, asked once, at the end."""
+
+    system: System
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # [n, 1] of each batch: NaN where an output is not finite
+    targets: list[Tensor] = field(default_factory=list)  # log p(y_i | f_i) [n]; all are 0 for other ranks' data
+
+    derivatives: list[Tensor] = field(default_factory=list)  # as the outputs
+
+    def add(self, batch: Portion, f: Tensor, pushed: Tensor | None = None) -> None:
+        """A batch, its outputs, and those of the linear model, less a constant."""
+        self.inputs.append(finite(batch.x))
+        self.outputs.append(self._marks(batch, f))
+        h = f.detach().double()
+        if pushed is not None:
+            self.derivatives.append(self._marks(batch, pushed))
+            h = h + pushed.double()
+        log_p = h.new_zeros(batch.total)
+        with torch.no_grad():
+            own = self.system.likelihood.log_prob(torch.where(h.isfinite(), h, 0.0), batch.y)
+        log_p[batch.start : batch.start + len(f)] = own.double()
+        self.targets.append(log_p)
+
+    def _marks(self, batch: Portion, values: Tensor) -> Tensor:
+        """NaN for a datum with values that are not finite, else 0."""
+        marks = torch.zeros(batch.total, 1, dtype=torch.float64, device=values.device)
+        good = values.detach().isfinite().reshape(len(values), -1).all(1, keepdim=True)
+        marks[batch.start : batch.start + len(values)] = torch.where(good, 0.0, torch.nan).to(marks)
+        return marks
+
+    def check(self) -> None:
+        """Raise an error that names the datum, or the parameter, behind a value that is not finite."""
+        if not self.inputs:
+            return
+        model = self.system.linear.model
+        check_finite(self.inputs, torch.cat(self.outputs), model, lambda: (b.x for b in self.system.whole_batches()))
+        if self.derivatives:
+            check_derivatives(torch.cat(self.derivatives))
+        targets = torch.cat(self.targets)
+        if not targets.isfinite().all():
+            datum = int((~targets.isfinite()).nonzero()[0])
+            raise MarglikError(f"the log-likelihood of datum {datum} is not finite; check its target")
+
+
+def check_derivatives(pushed: Tensor) -> None:
+    """Raise an error that names a datum with products J z [n, C] that are not finite."""
+    if pushed.isfinite().all():
+        return
+    datum = int((~pushed.isfinite().all(1)).nonzero()[0])
+    raise MarglikError(
+        f"the derivative of the network's output for datum {datum} is not finite although the output is; use "
+        "operations that are differentiable there, or a wider dtype"
+    )
+
+
+@dataclass
 class System:
     """H and b of the data in a loader, at the network's present weights and the prior's present precision.
 
@@ -63,6 +121,7 @@ class System:
     samples: int  # k
     seed: int  # of all noise: the same seed gives the same n and xi whatever the precision
     factor: float = 1.0
+    curvature_per_weight: float = 0.0  # tr(M) / P, where it is known
     deviations: Mapping[int, Tensor] | None = None  # d [m, n, ...] by batch, over which the curvature is averaged
     ranks: Ranks | None = None
 
@@ -82,6 +141,28 @@ class System:
     @property
     def curvature_scale(self) -> float:
         return self.likelihood.curvature_scale().item()
+
+    @property
+    def stiffness(self) -> Tensor:
+        """delta_l + m of each group, m the mean curvature of a weight, over the least of them [G].
+
+        1 where all precisions are the same. H over it is as well conditioned as H without its stiffest groups.
+        """
+        stiffness = self.precision + self.curvature_per_weight
+        return stiffness / stiffness[self.layout.counts.to(stiffness.device) > 0].min()
+
+    def whitened_(self, vectors: Tensor) -> Tensor:
+        """Vectors [k, P] over the stiffness of their groups, in place."""
+        stiffness = self.stiffness
+        return vectors if (stiffness == 1).all() else self.layout.divided_(vectors, stiffness)
+
+    def whitened(self, vectors: Tensor) -> Tensor:
+        """The same, as a copy."""
+        return self.whitened_(vectors.clone())
+
+    def norm(self, vectors: Tensor) -> Tensor:
+        """Lengths [k, 1] of residuals, their squares over the stiffness: so that a stiff group hides no other."""
+        return (self.layout.dots(vectors, vectors) / self.stiffness).sum(1, keepdim=True).sqrt()
 
     def at(self, factor: float) -> System:
         """The same system with the prior precision times `factor`."""
@@ -147,14 +228,15 @@ class System:
         return self.layout.add_(self.curvature(z, outputs), z, self.precision)
 
     def steepest(self, like: Tensor) -> float:
-        """The largest eigenvalue of the H of the first batch: what limits a minibatch step."""
+        """The largest eigenvalue of the whitened H of the first batch: what limits a minibatch step."""
         batch = next(self.steps())
 
         def product(v: Tensor) -> Tensor:
             out = torch.zeros_like(v)
             if len(batch.y):
                 self.add_curvature_(out, v, batch, self.n_data / batch.total)
-            return self.layout.add_(self.over_ranks_(out, "steepest curvature"), v, self.precision)
+            out = self.layout.add_(self.over_ranks_(out, "steepest curvature"), v, self.precision)
+            return self.whitened_(out)
 
         return largest_eigenvalue(product, like.expand(self.layout.size))
 
@@ -166,11 +248,17 @@ class System:
 
     def data_noise(self, like: Tensor) -> Tensor:
         """u [k, P]: one pass over the data."""
-        u, count = torch.zeros(self.samples, self.layout.size).to(like), 0
+        u, count, seen = torch.zeros(self.samples, self.layout.size).to(like), 0, Seen(self)
+
+        def noise(batch: Portion, f: Tensor) -> Tensor:
+            seen.add(batch, f)
+            return self._root_noise(batch, f)
+
         for batch in self.steps():
             if len(batch.y):
-                self.linear.vjp_(batch.x, partial(self._root_noise, batch), u)
+                self.linear.vjp_(batch.x, partial(noise, batch), u)
             count += batch.total
+        seen.check()
         if count != self.n_data:
             raise MarglikError(f"the loader holds {count} data points, but n_data={self.n_data}; it must give all")
         return self.over_ranks_(u, "noise of the data")
