@@ -7,10 +7,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from asdl_marglik import checksum
 from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, MarglikError, SampledLaplace
 from laplace_marglik.sampled import ConjugateGradients, LadderEvidence, Sgd
 from laplace_marglik.sampled.dimension import NEGLIGIBLE, PriorStep
-from laplace_marglik.sampled.layout import fingerprint
 from test_sampled import BATCH, ROUGH, Exact, N
 from test_sampled_runner import FLAGS
 from torch import nn
@@ -280,15 +280,15 @@ def test_what_has_changed_since_the_fit_is_noticed(how):
     posterior.predict(exact.x)
 
 
-def test_fingerprints_are_those_of_values():
+def test_checksums_are_those_of_values():
     values = torch.randn(70_000)
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         tensor = values.to(dtype)
-        assert torch.equal(fingerprint([tensor]), fingerprint([tensor.clone()]))
+        assert torch.equal(checksum([tensor]), checksum([tensor.clone()]))
         moved = tensor.clone()
         moved[-1] += 1
-        assert not torch.equal(fingerprint([tensor]), fingerprint([moved]))
-    assert len(fingerprint([values, torch.zeros(0), torch.ones(())])) == 3
+        assert not torch.equal(checksum([tensor]), checksum([moved]))
+    assert len(checksum([values, torch.zeros(0), torch.ones(())])) == 3
 
 
 # ----------------------------------------------------------------------------------------------------------- NaN data

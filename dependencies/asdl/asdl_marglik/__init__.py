@@ -9,6 +9,7 @@ from .linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
 from .network import (
     check_finite,
     check_weights,
+    checksum,
     copied,
     evaluating,
     full_precision,
@@ -57,6 +58,7 @@ __all__ = [
     "augmented",
     "check_finite",
     "check_weights",
+    "checksum",
     "copied",
     "eigen_root",
     "eigenvalues",

@@ -17,6 +17,9 @@ from .errors import CurvatureError
 
 Inputs = Any  # a tensor or a mapping of tensors, each with a leading batch axis
 
+PIECE = 2**16  # numbers whose bits are added up at once
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of as many bytes
+
 # Modes of modules and the global random state belong to the process: estimates in several threads take turns.
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -129,8 +132,8 @@ def check_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The global random state set to `seed` inside and restored afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    """The global random state set to `seed` inside and restored afterwards; other threads wait."""
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed_all(seed, device)
         yield
 
@@ -148,13 +151,25 @@ def fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
     return torch.cat([t[:: max(1, t.numel() // entries)].double() for t in flat])
 
 
-def checksum(parameters: Iterable[Tensor]) -> Tensor:
-    """Norms and a few entries of parameters, by which to notice any change of their values, also through `.data`."""
-    values = [p.detach() for p in parameters if p.numel()]
-    if not values:
-        return torch.zeros(0)
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm(values)])
-    return torch.cat([norms, *(t.flatten()[:: max(1, t.numel() // 50)].double() for t in values)])
+def checksum(tensors: Iterable[Tensor]) -> Tensor:
+    """One integer per tensor [T], sum_i r_i bits_i (mod 2^64) with random r_i: another one after any change.
+
+    Versions of tensors do not count writes through `.data`; sums of integers, unlike norms, do not depend on threads.
+    """
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**62), 2**62, (PIECE,), generator=generator)
+    return torch.stack([_hashed(tensor.detach(), random.to(tensor.device)).cpu() for tensor in tensors])
+
+
+def _hashed(tensor: Tensor, random: Tensor) -> Tensor:
+    """The integer of one tensor; pieces have factors of their own."""
+    values = tensor.contiguous().flatten()
+    bits = values.view(BITS[values.element_size()])
+    parts = []
+    for piece in bits.split(PIECE):
+        wide = piece.long()  # folded: a sign is the highest bit, of which a product keeps the parity alone
+        parts.append(((wide ^ (wide >> 32)) * random[: len(wide)]).sum())
+    return (torch.stack(parts) * random[torch.arange(len(parts), device=random.device) % PIECE]).sum()
 
 
 def check_weights(model: nn.Module) -> None:

@@ -83,9 +83,9 @@ class ShardedPasses(Passes):
             instead=None,
             _copy_fingerprints=[],
             _outputs=None,
+            _checksum=None,
             _kept={},
         )
-        block._note_parameters()
         if block.n_data:
             own = map_inputs(lambda t: t[block.own], x)
             block.targets, block._fingerprints = [y[block.own]], [fingerprint(own)]

@@ -36,7 +36,6 @@ from .network import (
     seed_all,
     seeded,
     tensors_of,
-    versions,
 )
 from .part import Part
 from .plan import Plan
@@ -73,8 +72,7 @@ class Passes:
     _outputs: Tensor | None = None  # of the first pass, as the second has to give them again
     _observations: list[list[Tensor]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
-    _checksum: Tensor | None = None
+    _checksum: Tensor | None = None  # of all parameters, in the first pass
     _results: list[Tensor] = field(default_factory=list)
     _kept: dict[int, Chunk] = field(default_factory=dict)
     _scratch: Scratch = field(default_factory=Scratch)
@@ -105,7 +103,7 @@ class Passes:
     def only(self, number: int, x: Inputs, y: Tensor) -> Passes:
         """The second pass over one batch of the first, at the hyperparameters of now."""
         columns = self.columns[number]
-        block = replace(
+        return replace(
             self,
             batches=lambda: [(x, y, columns)],
             n_data=len(y),
@@ -115,9 +113,8 @@ class Passes:
             _fingerprints=[self._fingerprints[number]],
             _copy_fingerprints=[],
             _outputs=None,
+            _checksum=None,
         )
-        block._note_parameters()
-        return block
 
     def augmented(self, x: Inputs, index: int) -> Inputs:
         """Copies [n, A, ...] of a batch, the same ones in both passes."""
@@ -163,7 +160,7 @@ class Passes:
         held: Residency = Deferred(self.parts) if self.arrangement.defer and not keep else collected
         self.targets, self.columns, self._kept, count = [], [], {}, 0
         self._fingerprints, self._copy_fingerprints = [], []
-        self._note_parameters()
+        self._checksum = checksum(self._parameters()) if again or self.reuse else None
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
                 inputs_finite.append(finite(x))
@@ -297,16 +294,10 @@ class Passes:
         modules = [self.plan.model] if self.augment is None else [self.plan.model, self.augment]
         return [p for module in modules for p in module.parameters()]
 
-    def _note_parameters(self) -> None:
-        parameters = self._parameters()
-        self._versions, self._checksum = versions(parameters), checksum(parameters)
-
     @property
     def unchanged(self) -> bool:
-        """Whether the parameters are still those of the first pass."""
-        parameters = self._parameters()
-        assert self._checksum is not None
-        return versions(parameters) == self._versions and torch.equal(checksum(parameters), self._checksum)
+        """Whether the parameters are still those of the first pass, as far as it was to be followed by another."""
+        return self._checksum is None or torch.equal(checksum(self._parameters()), self._checksum)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -17,10 +17,8 @@ LARGEST_LOG = 80.0  # of a log precision, noise or temperature: beyond, exp over
 def positive_integer(name: str, value: Any) -> int:
     """A count that is at least 1."""
     number = isinstance(value, (int, float)) or hasattr(value, "__index__")
-    if not number or isinstance(value, bool) or not math.isfinite(value) or int(value) != value:
-        raise MarglikError(f"{name} must be a whole number, got {value!r}")
-    if value < 1:
-        raise MarglikError(f"{name} must be at least 1, got {value}")
+    if not number or isinstance(value, bool) or not math.isfinite(value) or int(value) != value or value < 1:
+        raise MarglikError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
 
 

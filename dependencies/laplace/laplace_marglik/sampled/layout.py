@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -10,9 +10,6 @@ from asdl_marglik import Groups, matches
 from torch import Tensor, nn
 
 from ..errors import MarglikError
-
-PIECE = 2**16  # numbers whose bits are added up at once
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of as many bytes
 
 
 class Layout:
@@ -78,24 +75,3 @@ def included(weights: dict[str, nn.Parameter], exclude: list[str]) -> dict[str, 
     if not found:
         raise MarglikError(f"exclude={exclude} leaves no weights")
     return found
-
-
-def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
-    """One integer per tensor [T], sum_i r_i bits_i (mod 2^64) with random r_i: another one after any change.
-
-    Versions of tensors do not count writes through `.data`; sums of integers, unlike norms, do not depend on threads.
-    """
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randint(-(2**62), 2**62, (PIECE,), generator=generator)
-    return torch.stack([_hashed(tensor.detach(), random.to(tensor.device)).cpu() for tensor in tensors])
-
-
-def _hashed(tensor: Tensor, random: Tensor) -> Tensor:
-    """The integer of one tensor; pieces have factors of their own."""
-    values = tensor.contiguous().flatten()
-    bits = values.view(BITS[values.element_size()])
-    parts = []
-    for piece in bits.split(PIECE):
-        wide = piece.long()  # folded: a sign is the highest bit, of which a product keeps the parity alone
-        parts.append(((wide ^ (wide >> 32)) * random[: len(wide)]).sum())
-    return (torch.stack(parts) * random[torch.arange(len(parts), device=random.device) % PIECE]).sum()

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from asdl_marglik import evaluating
+from asdl_marglik import copied, evaluating, run
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import jvp
 
 from .layout import Layout
 
@@ -30,14 +30,14 @@ class Linearised:
 
     def outputs(self, x: Any) -> Tensor:
         with torch.no_grad(), evaluating(self.model):
-            return self.model(x)
+            return run(self.model, copied(x))
 
     def jvp(self, x: Any, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs f [n, ...] and J diag(s) z [k, n, ...] for vectors z [k, P]."""
         weights, fixed = self._weights()
 
         def forward(varied: dict[str, Tensor]) -> Tensor:
-            return functional_call(self.model, {**fixed, **varied}, (x,))
+            return run(self.model, copied(x), {**fixed, **varied})
 
         def push(vector: Tensor) -> tuple[Tensor, Tensor]:
             scaled = vector if self.scale is None else vector * self.scale
@@ -58,7 +58,7 @@ class Linearised:
         leaves = {name: w.requires_grad_() for name, w in weights.items()}
         with evaluating(self.model):
             with torch.enable_grad():
-                f = functional_call(self.model, {**fixed, **leaves}, (x,))
+                f = run(self.model, copied(x), {**fixed, **leaves})
             us = cotangents(f.detach()).to(f.dtype)
             inputs = list(leaves.values())
             for start in range(0, len(us), self.together):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from asdl_marglik import Ranks, check_weights, map_inputs, trainable
+from asdl_marglik import Ranks, check_weights, checksum, hyperparameters_in, map_inputs, trainable
 from torch import Tensor, nn
 
+from ..checks import positive_integer
 from ..errors import MarglikError
 from ..likelihood import Likelihood, likelihood_for
 from ..prior import GaussianPrior
-from .layout import Layout, fingerprint, included
+from .layout import Layout, included
 from .linearised import Linearised
 from .mode import LinearModel, Mode, descend, newton
 from .precondition import RowPreconditioner, root_rows
@@ -38,9 +38,9 @@ class Samples:
         curvature: Literal["outputs", "averaged"] = "outputs", offset: bool = True, together: int = 1,
         generator: torch.Generator | None = None, ranks: Ranks | None = None,
     ):  # fmt: skip
-        n_data, samples, together = (
-            _count(name, number) for name, number in (("n_data", n_data), ("samples", samples), ("together", together))
-        )
+        n_data = positive_integer("n_data", n_data)
+        samples = positive_integer("samples", samples)
+        together = positive_integer("together", together)
         if scaling not in ("none", "g-prior"):
             raise MarglikError(f"scaling must be none or g-prior, got {scaling!r}")
         if curvature not in ("outputs", "averaged"):
@@ -53,7 +53,7 @@ class Samples:
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self.ranks = ranks
         weights = included(trainable(model, hyper), list(exclude))
-        prior.deviations(weights)  # refuses a prior for another model
+        prior.check(weights, hyperparameters_in(model, hyper))
         self.layout = Layout(weights, prior.groups, prior.log_precision.numel())
         self.linear = Linearised(model, self.layout, together)
         self._like = next(iter(weights.values())).detach().flatten()[:1]
@@ -285,7 +285,7 @@ class Samples:
 
     def _present(self) -> Tensor:
         """A fingerprint of everything that the samples depend on besides the data."""
-        return fingerprint(p for module in self._modules() for p in module.parameters())
+        return checksum(p for module in self._modules() for p in module.parameters())
 
     def _modules(self) -> tuple[nn.Module, ...]:
         return self.model, self.likelihood, self.prior
@@ -307,14 +307,3 @@ class Samples:
 
     def _placed(self, x: Any) -> Any:
         return map_inputs(lambda t: t.to(self._like.device), x)
-
-
-def _count(name: str, number: Any) -> int:
-    """A whole number of at least 1."""
-    try:
-        number = operator.index(number)
-    except TypeError:
-        raise MarglikError(f"{name} must be a whole number, an int, of at least 1, got {number!r}") from None
-    if number < 1:
-        raise MarglikError(f"{name} must be at least 1, got {number}")
-    return number

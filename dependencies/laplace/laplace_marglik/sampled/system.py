@@ -29,6 +29,7 @@ from asdl_marglik import Ranks, check_finite, map_inputs
 from asdl_marglik.network import finite
 from torch import Tensor
 
+from ..checks import pairs, targets
 from ..errors import MarglikError
 from ..likelihood import Likelihood
 from ..prior import GaussianPrior
@@ -185,8 +186,8 @@ class System:
     def whole_batches(self) -> Iterator[Portion]:
         """All batches, on every rank."""
         device = next(self.linear.model.parameters()).device
-        for number, (x, y) in enumerate(self.loader):
-            yield Portion(map_inputs(lambda t: t.to(device), x), y.to(device), number, 0, len(y))
+        for number, (x, y) in enumerate(pairs(self.loader)):
+            yield Portion(map_inputs(lambda t: t.to(device), x), targets(y).to(device), number, 0, len(y))
 
     def over_ranks_(self, own: Tensor, step: str) -> Tensor:
         """A sum over own data, made one over all data."""
