@@ -142,7 +142,7 @@ def test_a_stored_state_continues_with_the_same_numbers():
 def test_what_cannot_work_is_refused():
     exact = Exact()
     for options, message in (
-        ({"samples": 0}, "samples must be at least 1"),
+        ({"samples": 0}, "samples must be a whole number of at least 1"),
         ({"solver": "newton"}, "'cg', 'sgd'"),
         ({"scaling": "unit"}, "none or g-prior"),
         ({"exclude": ["norm*"]}, "fits no weight"),
