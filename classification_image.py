@@ -2,7 +2,7 @@
 
 import sys
 
-from ntkmarglik.run import main
+from ntkmarglik.programs.classify.run import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,9 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from figures import FIGURES, NUMBERS
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.records import collect
+from ntkmarglik.programs.paper.figures import FIGURES, NUMBERS
+from ntkmarglik.runs.records import collect
 
 HERE = Path(__file__).parent / "illustrations"
 
@@ -23,7 +23,7 @@ def refresh(source: str, runs: Path, project: str, data: Path) -> None:
     if source == "runs":
         collect(runs, data)
     elif source == "wandb":
-        from ntkmarglik.wandb_runs import download
+        from ntkmarglik.runs.wandb_runs import download
 
         with tempfile.TemporaryDirectory() as folder:
             download(project, Path(folder))

@@ -29,16 +29,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import measure
 import torch
-from laplace_marglik import Ranks, SampledLaplace
 from measure import Case, differentiated, setup
 from torch import nn
 
-from ntkmarglik.distributed import meeting, together
+from laplace_marglik import Ranks, SampledLaplace
+from ntkmarglik.learn.distributed import meeting, together
 
 ROUNDS = 3
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

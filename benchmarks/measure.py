@@ -20,15 +20,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import psutil
 import torch
-from laplace_marglik import DataEmphasizedELBO, Evidence, GaussianPrior, MarginalLikelihood
 from torch import Tensor, nn
 
-from ntkmarglik.augment import AffineAugmentation
-from ntkmarglik.models import build
+from laplace_marglik import DataEmphasizedELBO, Evidence, GaussianPrior, MarginalLikelihood
+from ntkmarglik.problem.augment import AffineAugmentation
+from ntkmarglik.problem.models import build
 
 SHAPES = {"mininet": (1, 28, 28), "resnet": (3, 32, 32), "wrn": (3, 32, 32)}
 SLICE = 250  # inputs of the unit's training step at most: more are timed as a slice and scaled linearly

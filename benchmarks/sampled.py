@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood, SampledLaplace
-from laplace_marglik.sampled import ConjugateGradients
-from laplace_marglik.sampled.system import Loader
 from measure import peak_above_start
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from ntkmarglik.data import Dataset, load
-from ntkmarglik.evaluate import joint_log_likelihood, metrics
-from ntkmarglik.models import build
+from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood, SampledLaplace
+from laplace_marglik.posterior.sampled import ConjugateGradients
+from laplace_marglik.posterior.sampled.system import Loader
+from ntkmarglik.learn.evaluate import joint_log_likelihood, metrics
+from ntkmarglik.problem.data import Dataset, load
+from ntkmarglik.problem.models import build
 
 TARGET = Path(__file__).parent.parent / "illustrations/data/sampled.csv"
 CURVATURES: tuple[Literal["outputs", "averaged"], ...] = ("outputs", "averaged")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,8 +78,7 @@ def main() -> None:
     if target:
         measure.write_csv(target, rows)
     if arguments.plot:
-        sys.path.insert(0, str(ROOT))
-        from figures.scaling import scaling
+        from ntkmarglik.programs.paper.figures.scaling import scaling
 
         scaling(target or DATA, arguments.plot)
 

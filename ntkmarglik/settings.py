@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import tyro
 import yaml
 
-from .errors import NtkMarglikError
+from ntkmarglik.errors import NtkMarglikError
 
 S = TypeVar("S", bound="Settings")
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from ntkmarglik.config import Config
-from ntkmarglik.exits import exit_code
-from ntkmarglik.experiments import Scale, described, difference, estimator, label_of, load
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.paper.experiments import Scale, described, difference, estimator, label_of, load
 
 __all__ = ["Experiment", "Printable", "Scale", "print_commands", "runs"]
 

@@ -13,13 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from ntkmarglik import records
-from ntkmarglik.finetune import rows
-from ntkmarglik.finetune.config import FinetuneConfig
-from ntkmarglik.finetune.run import run
-from ntkmarglik.track import read_summary
+from ntkmarglik.programs.finetune import rows
+from ntkmarglik.programs.finetune.config import FinetuneConfig
+from ntkmarglik.programs.finetune.run import run
+from ntkmarglik.runs import records
+from ntkmarglik.runs.folder import read_summary
 
 METHODS = ("de-elbo", "elbo", "la-lml", "map-gs")
 PROBLEMS: dict[str, dict[str, Any]] = {

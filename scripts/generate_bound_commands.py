@@ -10,9 +10,9 @@ from typing import Any
 
 from commands import Experiment, Printable, Scale, print_commands, runs
 
-from ntkmarglik.config import Config
-from ntkmarglik.experiments import described, difference, load_grid
-from ntkmarglik.grid.config import GridConfig
+from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.grid.config import GridConfig
+from ntkmarglik.programs.paper.experiments import described, difference, load_grid
 
 STRUCTURES = ("ntk", "blockdiag", "kfac", "diag")
 SUBSETS = (10, 20, 50, 100, 250, 500)

@@ -5,7 +5,7 @@ python scripts/generate_cifar_commands.py > scripts/cifar_commands.sh
 
 from commands import Experiment, Scale, print_commands, runs
 
-from ntkmarglik.config import Config
+from ntkmarglik.programs.classify.config import Config
 
 PAPER = ("MAP", "NTK-500-1", "KFAC-500-1", "KFAC-500-C", "KFAC-N-1", "KFAC-N-C")
 REDUCED = "3 seeds, no iid or grouped variants, of CIFAR-100 1000 images and 10 of the 100 outputs in KFAC-500-10"

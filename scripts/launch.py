@@ -20,20 +20,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import make_tables
 import summarise_runs
 import torch
 
-from ntkmarglik import records
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.exits import exit_code
-from ntkmarglik.launch.job import alone
-from ntkmarglik.launch.lines import Line, RunLine, read_lines
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.programs.launch.job import alone
+from ntkmarglik.programs.launch.lines import Line, RunLine, read_lines
+from ntkmarglik.runs import records
 
 if TYPE_CHECKING:
-    from ntkmarglik.launch.executors import Executor
+    from ntkmarglik.programs.launch.executors import Executor
 
 LEFT_RUNNING = """
 interrupted: submitted jobs go on, lines not yet submitted wait. The same command follows them again and submits the
@@ -66,7 +64,7 @@ def setting(text: str) -> tuple[str, str]:
 
 def executor(given: argparse.Namespace, lines: int) -> Executor:
     """Where the jobs run, as asked for."""
-    from ntkmarglik.launch.executors import Local, Slurm
+    from ntkmarglik.programs.launch.executors import Local, Slurm
 
     if given.executor == "slurm":
         asked = {"timeout_min": given.time, "gpus_per_node": given.gpus, "slurm_partition": given.partition}
@@ -119,9 +117,9 @@ def launch(given: argparse.Namespace) -> bool:
     print(f"checking {given.table}", flush=True)
     lines = read_lines(given.table)
     if importlib.util.find_spec("submitit") is None:
-        raise NtkMarglikError("The launcher needs submitit: pip install -r requirements-launch.txt")
-    from ntkmarglik.launch.board import Board, heading
-    from ntkmarglik.launch.sweep import Sweep
+        raise NtkMarglikError("The launcher needs submitit: pip install 'ntk-marglik[launch]'")
+    from ntkmarglik.programs.launch.board import Board, heading
+    from ntkmarglik.programs.launch.sweep import Sweep
 
     folder = given.table.with_suffix(".launch")
     try:

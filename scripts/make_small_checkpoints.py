@@ -13,18 +13,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 import transformers
 from torch import nn
 from tqdm import trange
 
-from ntkmarglik.finetune.examples import Examples, is_text, read, restricted
-from ntkmarglik.finetune.inputs import Part, changed
-from ntkmarglik.finetune.pretrained import Classifier, Preparation
-from ntkmarglik.finetune.scores import evaluated
-from ntkmarglik.schedule import cosine, set_rate
+from ntkmarglik.learn.schedule import cosine, set_rate
+from ntkmarglik.programs.finetune.examples import Examples, is_text, read, restricted
+from ntkmarglik.programs.finetune.inputs import Part, changed
+from ntkmarglik.programs.finetune.pretrained import Classifier, Preparation
+from ntkmarglik.programs.finetune.scores import evaluated
 
 SIDE = 32  # of pictures, in pixels
 LENGTH = 32  # of texts, in word pieces

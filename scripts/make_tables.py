@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ntkmarglik.programs.classify.config import Config, parse
+from ntkmarglik.programs.paper import experiments
+from ntkmarglik.runs import records
+from ntkmarglik.runs.records import Row
+
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ntkmarglik import experiments, records
-from ntkmarglik.config import Config, parse
-from ntkmarglik.records import Row
-
 Change = tuple[Any, Any]  # of a setting
 PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
 REFERENCE = "kfac-n-c"  # times are relative to it

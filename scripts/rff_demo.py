@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from torch import Tensor
 
-from figures.style import COLOURS, sheet
-from ntkmarglik.records import write
+from ntkmarglik.programs.paper.figures.style import COLOURS, sheet
+from ntkmarglik.runs.records import write
 
 HERE = Path(__file__).parent.parent / "illustrations"
 N_DATA, N_TEST, STEPS = 20, 200, 1500

@@ -7,12 +7,9 @@ python scripts/summarise_runs.py runs/bound-prior --csv illustrations/data/runs_
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from ntkmarglik import records
+from ntkmarglik.runs import records
 
 SHOWN = {"test_log_likelihood": 3, "test_accuracy": 2, "test_ece": 3, "train_log_likelihood": 3, "log_marglik": 3}
 

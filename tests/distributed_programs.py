@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from asdl_marglik import CurvatureError
 from cases import CASES, seeded
 from distributed_runs import RUNS, alone, compare
+from torch import nn
+
+from asdl_marglik import CurvatureError
 from laplace_marglik import (
     DataEmphasizedELBO,
     GaussianPrior,
@@ -23,10 +25,8 @@ from laplace_marglik import (
     SampledLaplace,
     evidence_by_blocks,
 )
-from laplace_marglik.sampled import ConjugateGradients, Sgd
-from torch import nn
-
-from ntkmarglik.augment import AffineAugmentation
+from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
+from ntkmarglik.problem.augment import AffineAugmentation
 
 STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 

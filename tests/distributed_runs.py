@@ -8,8 +8,8 @@ from unittest import mock
 
 from test_runner import results
 
-import ntkmarglik.run
-from ntkmarglik.config import parse
+import ntkmarglik.programs.classify.run
+from ntkmarglik.programs.classify.config import parse
 
 TINY = shlex.split(
     "--model mlp --width 6 --n-data 47 --subset 16 --outputs 2 --epochs 2 --burnin 1 --frequency 1 --prior-steps 2 "
@@ -36,8 +36,8 @@ RUNS = {
 
 
 def run(name, folder):
-    with mock.patch.multiple("ntkmarglik.report", save=mock.DEFAULT, show=mock.DEFAULT):
-        ntkmarglik.run.run(parse([*TINY, *shlex.split(RUNS[name]), "--out", str(folder / name)]))
+    with mock.patch.multiple("ntkmarglik.runs.report", save=mock.DEFAULT, show=mock.DEFAULT):
+        ntkmarglik.programs.classify.run.run(parse([*TINY, *shlex.split(RUNS[name]), "--out", str(folder / name)]))
 
 
 def differences(found, expected, where=""):
@@ -55,15 +55,15 @@ def differences(found, expected, where=""):
 def alone(names, folder):
     """Runs in one process each, shared out among processes that do not know of each other."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with mock.patch("ntkmarglik.run.meeting", return_value=contextlib.nullcontext(None)):
-        with mock.patch("ntkmarglik.run.rank", return_value=0):
+    with mock.patch("ntkmarglik.programs.classify.run.meeting", return_value=contextlib.nullcontext(None)):
+        with mock.patch("ntkmarglik.programs.classify.run.rank", return_value=0):
             for name in names[rank::size]:
                 run(name, folder)
 
 
 def compare(ranks, name, folder):
     """The same run on all ranks."""
-    with mock.patch("ntkmarglik.run.meeting", return_value=contextlib.nullcontext(ranks)):
+    with mock.patch("ntkmarglik.programs.classify.run.meeting", return_value=contextlib.nullcontext(ranks)):
         run(name, folder / "several")
     ranks.barrier("reading both runs")
     found = differences(*(json.loads(json.dumps(results(folder / kind / name))) for kind in ("several", "one")))

@@ -26,6 +26,8 @@ from fuzz_pieces import (
     VOLUME,
     Op,
 )
+from torch import nn
+
 from laplace_marglik import (
     Bernoulli,
     Categorical,
@@ -35,7 +37,6 @@ from laplace_marglik import (
     MarginalLikelihood,
     Poisson,
 )
-from torch import nn
 
 LIKELIHOODS = {
     "categorical": Categorical,

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ntkmarglik.augment import RANGES, AffineAugmentation, generators, stacked_grid
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.problem.augment import RANGES, AffineAugmentation, generators, stacked_grid
 
 
 def one_hot(name, value):

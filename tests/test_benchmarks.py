@@ -2,18 +2,14 @@
 
 import csv
 import math
-import sys
 from pathlib import Path
-
-import pytest
-from test_scripts import ROOT, run
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import estimators
 import measure
+import pytest
 import sampled
 from measure import Case
+from test_scripts import ROOT, run
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,10 @@ import math
 
 import pytest
 import torch
+from test_elbo import GROUPS, X, Y, mlp, randn
+from torch import nn
+from torch.distributions import MultivariateNormal
+
 from laplace_marglik import (
     ConditionalScore,
     DataEmphasizedELBO,
@@ -16,9 +20,6 @@ from laplace_marglik import (
     MarglikError,
     clml,
 )
-from test_elbo import GROUPS, X, Y, mlp, randn
-from torch import nn
-from torch.distributions import MultivariateNormal
 
 NOISE, PRECISION = 0.5, 2.0
 

@@ -6,11 +6,11 @@ from typing import get_args
 import pytest
 import yaml
 
-from ntkmarglik import config as settings
-from ntkmarglik.config import Config, parse
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.methods import METHODS
-from ntkmarglik.models import MODELS
+from ntkmarglik.learn.methods import METHODS
+from ntkmarglik.problem.models import MODELS
+from ntkmarglik.programs.classify import config as settings
+from ntkmarglik.programs.classify.config import Config, parse
 
 FLAGS = [
     "method", "subset", "outputs", "columns", "partition", "root", "dataset", "model", "augment", "aug-samples",

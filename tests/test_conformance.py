@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from cases import CASES, LIKELIHOOD_CASES, Shift
+
 from laplace_marglik import (
     Bernoulli,
     Categorical,

@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from ntkmarglik.data import DATASETS, load
-from ntkmarglik.data.sources import CIFAR_MEAN, CIFAR_STD, SOURCES
-from ntkmarglik.data.transforms import VARIANTS, draw_transformations, warp
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.problem.data import DATASETS, load
+from ntkmarglik.problem.data.sources import CIFAR_MEAN, CIFAR_STD, SOURCES
+from ntkmarglik.problem.data.transforms import VARIANTS, draw_transformations, warp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not the published file")
 

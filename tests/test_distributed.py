@@ -13,11 +13,11 @@ import pytest
 from distributed_runs import RUNS, differences
 from test_runner import results
 
-from ntkmarglik import checkpoint
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.launch.lines import read_lines
-from ntkmarglik.run import main
-from ntkmarglik.track import read_metrics
+from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.launch.lines import read_lines
+from ntkmarglik.runs import checkpoint
+from ntkmarglik.runs.folder import read_metrics
 
 ROOT = Path(__file__).parent.parent
 PATHS = [ROOT, ROOT / "tests", ROOT / "dependencies/asdl", ROOT / "dependencies/laplace"]
@@ -35,7 +35,7 @@ LONG = [
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
 
 
 def torchrun(ranks, *arguments, **options):
@@ -136,7 +136,7 @@ def test_lines_of_torchrun_are_launched_as_others_are(place):
     assert line.folder == Path("run") and not line.finished()
     start, _, flags = line.command.partition(" classification_image.py ")
     assert start == "torchrun --standalone --nproc-per-node 2" and "--resume" in flags.split()  # a port of its own
-    assert line.job().program == "ntkmarglik.launch.processes:main"
+    assert line.job().program == "ntkmarglik.programs.launch.processes:main"
     table.write_text(f"torchrun --machines 3 {LINE.partition(' ')[2]}\ntorchrun -m {LINE.split(' ', 3)[3]}\n")
     with pytest.raises(NtkMarglikError, match=r"(?s)2 of the lines.*--machines.*without -m"):
         read_lines(table)
@@ -157,7 +157,7 @@ def test_the_readme_shows_lines_that_can_be_launched(place):
     assert len(read_lines(place / "table.sh")) == len(lines) >= 3
 
 
-@pytest.mark.parametrize("program", ["ntkmarglik.grid.run", "ntkmarglik.finetune.run"])
+@pytest.mark.parametrize("program", ["ntkmarglik.programs.grid.run", "ntkmarglik.programs.finetune.run"])
 def test_other_programs_refuse_several_processes(program, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--checkpoint", "x"] if "finetune" in program else []

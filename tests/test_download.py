@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from test_data import SIZES, random_split, write_parquet, write_set
 
-from ntkmarglik.data import load
-from ntkmarglik.data.cache import cache_path
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.problem.data import load
+from ntkmarglik.problem.data.cache import cache_path
 
 # --- the cache of decoded pictures
 

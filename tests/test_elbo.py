@@ -5,7 +5,10 @@ import math
 
 import pytest
 import torch
-from laplace_marglik import (
+from torch import nn
+from torch.distributions import MultivariateNormal, kl_divergence
+
+from laplace_marglik import (  # fmt: skip
     Categorical,
     DataEmphasizedELBO,
     Gaussian,
@@ -14,11 +17,8 @@ from laplace_marglik import (
     LowRankCovariance,
     MarginalLikelihood,
     MarglikError,
-)  # fmt: skip
-from torch import nn
-from torch.distributions import MultivariateNormal, kl_divergence
-
-from ntkmarglik.data import load
+)
+from ntkmarglik.problem.data import load
 
 GROUPS = {"0.*": None, "2.*": 3.0}
 

@@ -11,11 +11,11 @@ from test_methods import DEATHS, trained
 from test_resume import DRIVER, ENVIRONMENT, ROOT
 from test_runner import TINY, results
 
-from ntkmarglik.config import parse
-from ntkmarglik.data import load
-from ntkmarglik.experiments import estimator, label_of
-from ntkmarglik.run import main, run
-from ntkmarglik.track import read_metrics
+from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.config import parse
+from ntkmarglik.programs.classify.run import main, run
+from ntkmarglik.programs.paper.experiments import estimator, label_of
+from ntkmarglik.runs.folder import read_metrics
 
 DE_ELBO = [*TINY, "--method", "de-elbo"]
 
@@ -76,7 +76,7 @@ def test_learning_digits_by_the_emphasised_elbo():
 
 
 def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr("ntkmarglik.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
     eager = [*DE_ELBO, "--posterior", "group", "--epochs", "4", "--checkpoint-seconds", "0", "--eval-every", "2"]
     assert main([*eager, "--out", str(tmp_path / "whole")]) == 0
     arguments = [*eager, "--out", str(tmp_path / "run"), "--resume"]

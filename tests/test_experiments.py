@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ntkmarglik import experiments
-from ntkmarglik.config import parse
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.experiments import difference, estimator, label_of, load
-from ntkmarglik.grid.config import parse as parse_grid
-from ntkmarglik.run import main
+from ntkmarglik.programs.classify.config import parse
+from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.grid.config import parse as parse_grid
+from ntkmarglik.programs.paper import experiments
+from ntkmarglik.programs.paper.experiments import difference, estimator, label_of, load
 
 ROOT = Path(__file__).parent.parent
 GENERATORS = ["bound", "cifar", "lila", "tiny", "timing", "subset"]
@@ -115,7 +115,7 @@ def test_every_line_is_a_command_of_the_runner(generator, scale, capsys, monkeyp
     lines = printed(generator, capsys, monkeypatch, "--scale", scale, "--device", "cpu", "--wandb")
     commands = [line for line in lines if not line.startswith("#")]
     folders, parsed = set(), {}
-    grids = [line for line in commands if line.startswith("python bound_grid.py ")]
+    grids = [line for line in commands if line.startswith("python scripts/bound_grid.py ")]
     assert all(parse_grid(shlex.split(line)[2:]).command() == line and " --device cpu" in line for line in grids)
     assert bool(grids) == (generator == "bound")
     commands = [line for line in commands if line not in grids]

@@ -4,15 +4,15 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from asdl_marglik import ALL, Chunk, FastPaths, Passes
-from asdl_marglik.combination import Combination
-from asdl_marglik.linalg import eigenvalues, eigenvalues_of_rows, gram_of
-from asdl_marglik.stores import SharedFactors
-from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError
 from torch import nn
 
-from ntkmarglik.augment import AffineAugmentation
-from ntkmarglik.models import build
+from asdl_marglik import ALL, Chunk, FastPaths, Passes
+from asdl_marglik.curvature.kernel.prior_steps import Combination
+from asdl_marglik.curvature.kernel.row_storage import SharedFactors
+from asdl_marglik.linalg import eigenvalues, eigenvalues_of_rows, gram_of
+from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError
+from ntkmarglik.problem.augment import AffineAugmentation
+from ntkmarglik.problem.models import build
 
 SWITCHES = [f.name for f in fields(FastPaths)]
 NONE = FastPaths(**dict.fromkeys(SWITCHES, False))
@@ -106,7 +106,7 @@ def test_one_backward_pass_for_the_seeds_of_a_single_weight_together(monkeypatch
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 def test_shared_factors_of_several_seeds_and_positions(activation, block, monkeypatch):
     """Piecewise linear networks need the cotangents of inputs, smooth ones those of output cotangents too."""
-    monkeypatch.setattr("asdl_marglik.stores.BLOCK", block)
+    monkeypatch.setattr("asdl_marglik.curvature.kernel.row_storage.BLOCK", block)
     used: list[str] = []
     gram = SharedFactors.gram
     monkeypatch.setattr(
@@ -147,7 +147,9 @@ def test_kernels_of_a_cached_block_in_packed_form(outputs, dtype):
 
 def test_kernels_of_many_rows_are_mirrored_unless_switched_off(monkeypatch):
     mirrored: list[int] = []
-    monkeypatch.setattr("asdl_marglik.stores.gram_of", lambda rows: mirrored.append(len(rows)) or gram_of(rows))
+    monkeypatch.setattr(
+        "asdl_marglik.curvature.kernel.row_storage.gram_of", lambda rows: mirrored.append(len(rows)) or gram_of(rows)
+    )
     monkeypatch.setattr("asdl_marglik.linalg.MANY_ROWS", 4)
     found = []
     for fast in (replace(NONE, mirrored_kernels=True), NONE):
@@ -210,7 +212,7 @@ def test_the_switches_are_all_on_by_default():
 
 def test_rows_are_deferred_where_only_the_prior_is_learned(monkeypatch):
     """No more rows than those of one weight are alive: the buffer of all rows is never made."""
-    monkeypatch.setattr("asdl_marglik.residency.Collected.add", lambda *_: pytest.fail("kept all rows"))
+    monkeypatch.setattr("asdl_marglik.passes.residency.Collected.add", lambda *_: pytest.fail("kept all rows"))
     ml = large()
     ml(torch.randn(8, 3, 16, 16), torch.arange(8)).total.backward()
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot as plt
 
-from figures import FIGURES, NUMBERS, pareto, style, traces
-from ntkmarglik import records
-from ntkmarglik.config import Config
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.wandb_runs import download
+from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.paper.figures import FIGURES, NUMBERS, pareto, style, traces
+from ntkmarglik.runs import records
+from ntkmarglik.runs.wandb_runs import download
 
 ILLUSTRATIONS = Path(__file__).parent.parent / "illustrations"
 PNG = b"\x89PNG"

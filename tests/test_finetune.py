@@ -15,19 +15,19 @@ import pytest
 import torch
 import transformers
 import yaml
-from laplace_marglik import DiagonalLaplace
 from PIL import Image
 from torch import nn
 
+from laplace_marglik import DiagonalLaplace
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.finetune import examples, inputs, pretrained, rows
-from ntkmarglik.finetune.config import FinetuneConfig, Search, parse
-from ntkmarglik.finetune.fit import Fit
-from ntkmarglik.finetune.objectives import Map
-from ntkmarglik.finetune.plan import PLANS, Candidate, Result, best
-from ntkmarglik.finetune.run import main
-from ntkmarglik.finetune.scores import macro_accuracy
-from ntkmarglik.track import read_metrics
+from ntkmarglik.programs.finetune import examples, inputs, pretrained, rows
+from ntkmarglik.programs.finetune.config import FinetuneConfig, Search, parse
+from ntkmarglik.programs.finetune.fit import Fit
+from ntkmarglik.programs.finetune.objectives import Map
+from ntkmarglik.programs.finetune.plan import PLANS, Candidate, Result, best
+from ntkmarglik.programs.finetune.run import main
+from ntkmarglik.programs.finetune.scores import macro_accuracy
+from ntkmarglik.runs.folder import read_metrics
 
 WORDS = {0: "war peace vote king", 1: "goal match team win", 2: "bank price market oil", 3: "chip code data robot"}
 TINY = ["--steps", "4", "--rates", "0.1", "0.01", "--draws", "2", "--threads", "1", "--batch-size", "8"]
@@ -442,10 +442,10 @@ def test_other_settings_and_taken_folders_are_refused(convnext, tmp_path, capsys
 
 def test_missing_libraries_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(NtkMarglikError, match=r"requirements-finetune\.txt"):
+    with pytest.raises(NtkMarglikError, match=r"ntk-marglik\[finetune\]"):
         pretrained.library()
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(NtkMarglikError, match=r"requirements-finetune\.txt"):
+    with pytest.raises(NtkMarglikError, match=r"ntk-marglik\[finetune\]"):
         PLANS["map-bo"].next(Search(), [], 0)
 
 

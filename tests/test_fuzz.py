@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import pytest
 import reference
 import torch
-from asdl_marglik import CurvatureError
 from fuzz import LIKELIHOODS, PRIORS, ROOTS, STRUCTURES, draw
 from fuzz_pieces import ACTIVATIONS, HEADS, PIECES
 from torch import nn
+
+from asdl_marglik import CurvatureError
 
 SEEDS = range(150)
 STEP = 1e-5

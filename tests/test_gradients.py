@@ -7,8 +7,11 @@ are the independent truth for gradients, also through layers where torch.func's 
 import pytest
 import reference
 import torch
-from asdl_marglik import CurvatureError
 from cases import CASES, Shift
+from test_conformance import STRUCTURES, by_name
+from torch import nn
+
+from asdl_marglik import CurvatureError
 from laplace_marglik import (
     Bernoulli,
     Categorical,
@@ -19,8 +22,6 @@ from laplace_marglik import (
     MarginalLikelihood,
     Poisson,
 )
-from test_conformance import STRUCTURES, by_name
-from torch import nn
 
 
 def make(case, structure, *, prior="layerwise", likelihood=None, augment=None, hyper=(), **options):
@@ -182,7 +183,7 @@ def test_backward_accumulates_and_repeats(structure):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_prior_gradient_alone_needs_no_second_pass(structure, monkeypatch):
-    from asdl_marglik.statistics import Passes
+    from asdl_marglik.passes.two_passes import Passes
 
     ml, x, y = make(by_name["mininet"], structure, augment=shift())
     monkeypatch.setattr(Passes, "second", lambda *_: pytest.fail("a second pass ran"))

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood
 
-from ntkmarglik.augment import ROTATION
-from ntkmarglik.config import parse as parse_run
-from ntkmarglik.data import load
-from ntkmarglik.grid.bound import Bound, bounds_of, exact_bound
-from ntkmarglik.grid.config import Grid, parse
-from ntkmarglik.grid.evaluate import Evaluator, reference_of, values_of
-from ntkmarglik.grid.run import run
-from ntkmarglik.grid.table import BOUNDS, NETWORK, read
-from ntkmarglik.run import prepare
+from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood
+from ntkmarglik.problem.augment import ROTATION
+from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.config import parse as parse_run
+from ntkmarglik.programs.classify.run import prepare
+from ntkmarglik.programs.grid.bound import Bound, bounds_of, exact_bound
+from ntkmarglik.programs.grid.config import Grid, parse
+from ntkmarglik.programs.grid.evaluate import Evaluator, reference_of, values_of
+from ntkmarglik.programs.grid.run import run
+from ntkmarglik.programs.grid.table import BOUNDS, NETWORK, read
 
 ROOT = Path(__file__).parent.parent
 TINY = shlex.split(
@@ -169,8 +169,8 @@ def test_more_values_need_no_more_passes():
 
 DYING = """
 import os, signal, sys
-from ntkmarglik import checkpoint
-from ntkmarglik.grid.run import main
+from ntkmarglik.runs import checkpoint
+from ntkmarglik.programs.grid.run import main
 whole, left = checkpoint.replace, int(sys.argv[1])
 def replace(path, content):
     global left

@@ -7,13 +7,13 @@ import shlex
 import pytest
 from test_grid import FEW, ROOT, TINY, tiny
 
-from figures import bound_slack
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.grid.bound import bounds_of, exact_bound
-from ntkmarglik.grid.config import Grid, GridConfig, parse
-from ntkmarglik.grid.run import main, run
-from ntkmarglik.grid.table import BOUNDS, read
-from ntkmarglik.speed import Speed
+from ntkmarglik.machine.speed import Speed
+from ntkmarglik.programs.grid.bound import bounds_of, exact_bound
+from ntkmarglik.programs.grid.config import Grid, GridConfig, parse
+from ntkmarglik.programs.grid.run import main, run
+from ntkmarglik.programs.grid.table import BOUNDS, read
+from ntkmarglik.programs.paper.figures import bound_slack
 
 
 def test_a_second_command_adds_its_rows_and_its_name(tmp_path, capsys):

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from asdl_marglik import CurvatureError
-from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, MarglikError
 from test_conformance import STRUCTURES, by_name, close
 from torch import nn
+
+from asdl_marglik import CurvatureError
+from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, MarglikError
 
 NAN, INF = float("nan"), float("inf")
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)

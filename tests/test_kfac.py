@@ -3,15 +3,16 @@
 Values of ordinary Linear and Conv layers in the "expand" setting are covered by test_conformance.
 """
 
-import asdl_marglik.structure
 import pytest
 import reference
 import torch
 from cases import CASES, C, Shift
-from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood
 from test_conformance import by_name, close, expected, setup
 from torch import nn
 from torch.nn import functional as F
+
+import asdl_marglik.structure
+from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood
 
 SETTINGS = ["expand", "reduce"]
 
@@ -217,7 +218,7 @@ def test_equal_copies_count_as_one(case, setting):
 @pytest.mark.parametrize("exact", [True, False])
 def test_other_parameters_get_their_exact_or_diagonal_block(name, exact, monkeypatch):
     if not exact:
-        monkeypatch.setattr(asdl_marglik.structure, "EXACT_BLOCK", 0)
+        monkeypatch.setattr(asdl_marglik.curvature.structure, "EXACT_BLOCK", 0)
     case = by_name[name]
     ml, x, y = setup(case, "kfac")
     table = {line.split()[0]: line for line in ml.describe(x).splitlines()[1:-1]}

@@ -18,12 +18,12 @@ import pytest
 from test_runner import ROOT, TINY, results
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.launch.job import Job
-from ntkmarglik.run import main
+from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.launch.job import Job
 
 pytest.importorskip("submitit")
-from ntkmarglik.launch.executors import Local
-from ntkmarglik.launch.sweep import Sweep
+from ntkmarglik.programs.launch.executors import Local
+from ntkmarglik.programs.launch.sweep import Sweep
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def test_a_sweep_with_jobs_and_launchers_killed_at_random_ends_as_if_undisturbed
     assert launcher.returncode == 0, said
     assert not plan and "30 done, 0 failed" in said
     assert "| digits-64, mlp | ntk-16-5 | 30 |" in said
-    monkeypatch.setattr("ntkmarglik.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
     for seed in seeds:
         assert main([*settings, "--seed", str(seed), "--out", f"undisturbed/{seed}"]) == 0
         assert results(place / f"runs/{seed}") == results(place / f"undisturbed/{seed}")

@@ -7,7 +7,7 @@ import pytest
 from test_launch import fakes, follow, sweep_of, until
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.launch.executors import Slurm
+from ntkmarglik.programs.launch.executors import Slurm
 
 # A stand-in for a cluster: jobs run at once in the background, and can be put back in the queue.
 STAND_INS = {
@@ -88,8 +88,8 @@ def test_jobs_are_found_again_and_slurm_is_not_asked_all_the_time(place, cluster
     sweep.executor.stop(sweep.entries[0].ticket)  # as somebody else would
     (cluster / "101.state").write_text("PREEMPTED\n")
     (tasks[2].folder / "go").touch()
-    monkeypatch.setattr("ntkmarglik.launch.executors.REFRESH", 0.0)
-    monkeypatch.setattr("ntkmarglik.launch.executors.PREEMPTED", 0.0)
+    monkeypatch.setattr("ntkmarglik.programs.launch.executors.REFRESH", 0.0)
+    monkeypatch.setattr("ntkmarglik.programs.launch.executors.PREEMPTED", 0.0)
     until(lambda: any("it was pre-empted" in line for line in sweep.step()))
     for task in tasks[:2]:
         (task.folder / "go").touch()

@@ -13,11 +13,11 @@ from test_grid import TINY as TINY_GRID
 from test_launch import fakes, sweep_of, written
 from test_runner import TINY
 
-from ntkmarglik.config import Config
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.grid.run import main as grid_main
-from ntkmarglik.launch.board import Board, table
-from ntkmarglik.launch.lines import GridLine, RunLine, latest, read_lines
+from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.grid.run import main as grid_main
+from ntkmarglik.programs.launch.board import Board, table
+from ntkmarglik.programs.launch.lines import GridLine, RunLine, latest, read_lines
 
 GRID = [*TINY_GRID, "--points", "2", "--no-exact", "--outputs", "all", "--out", "grid", "--structures", "diag"]
 LINE = f"python classification_image.py {' '.join(TINY)} --no-baseline"
@@ -97,7 +97,7 @@ def test_a_run_is_finished_with_its_baseline(place):
 
 def test_a_grid_is_finished_by_its_csv(place):
     def line(*flags):
-        (found,) = read_lines(written(place, f"python bound_grid.py {' '.join([*GRID, *flags])}"))
+        (found,) = read_lines(written(place, f"python scripts/bound_grid.py {' '.join([*GRID, *flags])}"))
         return found
 
     assert not line().finished()
@@ -171,4 +171,4 @@ def test_options_are_read(place, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["launch.py", path, *flags])
         assert launch.main() == 2 and words in capsys.readouterr().err
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
-    assert launch.main() == 2 and "pip install -r requirements-launch.txt" in capsys.readouterr().err
+    assert launch.main() == 2 and "pip install 'ntk-marglik[launch]'" in capsys.readouterr().err

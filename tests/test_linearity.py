@@ -3,13 +3,14 @@
 import pytest
 import reference
 import torch
-from asdl_marglik import STRUCTURES
-from asdl_marglik.linearity import piecewise_linear
 from cases import Shift
-from laplace_marglik import GaussianPrior, MarginalLikelihood
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+
+from asdl_marglik import STRUCTURES
+from asdl_marglik.watch.linearity import piecewise_linear
+from laplace_marglik import GaussianPrior, MarginalLikelihood
 
 
 def randn(*shape, seed=0):

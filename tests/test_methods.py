@@ -7,17 +7,17 @@ import sys
 
 import pytest
 import torch
-from asdl_marglik import Passes, augmented
-from laplace_marglik import evidence_by_blocks
 from test_resume import DRIVER, ENVIRONMENT, ROOT
 from test_runner import TINY, results
 from torch import nn
 
-from ntkmarglik.config import parse
-from ntkmarglik.data import load
-from ntkmarglik.methods import METHODS
-from ntkmarglik.run import main, prepare, run
-from ntkmarglik.train import Trainer
+from asdl_marglik import Passes, augmented
+from laplace_marglik import evidence_by_blocks
+from ntkmarglik.learn.methods import METHODS
+from ntkmarglik.learn.train import Trainer
+from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.config import parse
+from ntkmarglik.programs.classify.run import main, prepare, run
 
 AUGERINO = [*TINY, "--method", "augerino", "--augment", "affine", "--model", "mininet"]
 BY_BLOCKS = shlex.split(
@@ -30,7 +30,7 @@ DEATHS = [("run/checkpoint.pt", 2), ("run/metrics.jsonl", 3), ("baseline/checkpo
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
 
 
 def trained(flags, data):

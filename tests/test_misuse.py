@@ -5,6 +5,8 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
 from asdl_marglik import STRUCTURES, CurvatureError
 from laplace_marglik import (
     Categorical,
@@ -17,7 +19,6 @@ from laplace_marglik import (
     MarglikError,
     Partition,
 )
-from torch import nn
 
 NAN, INF = float("nan"), float("inf")
 
@@ -199,7 +200,7 @@ def test_a_precision_per_weight_is_exact_in_kfac_where_sides_are_small(structure
     """B (x) A as it is; projected on row and column effects the determinant comes out smaller."""
     values = []
     for side in (512, 0):
-        monkeypatch.setattr("asdl_marglik.kron.EXACT_SIDE", side)
+        monkeypatch.setattr("asdl_marglik.curvature.kron.EXACT_SIDE", side)
         model = mlp()
         prior = GaussianPrior(model, "diagonal")
         with torch.no_grad():

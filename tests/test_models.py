@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.models import MODELS, build
-from ntkmarglik.models.fixup import Bias, Scale
-from ntkmarglik.models.resnet import BasicBlock, Bottleneck
-from ntkmarglik.models.wrn import WideBlock
+from ntkmarglik.problem.models import MODELS, build
+from ntkmarglik.problem.models.fixup import Bias, Scale
+from ntkmarglik.problem.models.resnet import BasicBlock, Bottleneck
+from ntkmarglik.problem.models.wrn import WideBlock
 
 SMALL = {"mlp": {}, "cnn": {}, "mininet": {}, "resnet": {"width": 4}, "resnet50": {"width": 4}, "wrn": {"width": 1}}
 SMALL["resnet_norm"] = {"width": 6}

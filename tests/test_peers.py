@@ -9,8 +9,9 @@ import warnings
 
 import pytest
 import torch
-from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood
 from torch import nn
+
+from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood
 
 N, C, PRECISION, SIGMA = 6, 3, 0.7, 0.6
 

@@ -3,11 +3,12 @@
 import pytest
 import reference
 import torch
-from asdl_marglik import STRUCTURES, CurvatureError
 from cases import Shift
-from laplace_marglik import Categorical, GaussianPrior, MarginalLikelihood
 from torch import nn
 from torch.nn.utils import parametrizations
+
+from asdl_marglik import STRUCTURES, CurvatureError
+from laplace_marglik import Categorical, GaussianPrior, MarginalLikelihood
 
 N, T, D, C = 4, 3, 4, 3
 

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from figures import NUMBERS
-from ntkmarglik.config import Config, parse
-from ntkmarglik.finetune.config import FinetuneConfig
-from ntkmarglik.finetune.config import parse as parse_finetune
-from ntkmarglik.grid.config import GridConfig
-from ntkmarglik.grid.config import parse as parse_grid
+from ntkmarglik.programs.classify.config import Config, parse
+from ntkmarglik.programs.finetune.config import FinetuneConfig
+from ntkmarglik.programs.finetune.config import parse as parse_finetune
+from ntkmarglik.programs.grid.config import GridConfig
+from ntkmarglik.programs.grid.config import parse as parse_grid
+from ntkmarglik.programs.paper.figures import NUMBERS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(path for part in (".", "docs", "benchmarks", "illustrations") for path in ROOT.glob(f"{part}/*.md"))
 SCRIPT = "python classification_image.py"
 PARSERS = {
     SCRIPT: (parse, Config),
-    "python bound_grid.py": (parse_grid, GridConfig),
-    "python finetune.py": (parse_finetune, FinetuneConfig),
+    "python scripts/bound_grid.py": (parse_grid, GridConfig),
+    "python scripts/finetune.py": (parse_finetune, FinetuneConfig),
 }
 
 

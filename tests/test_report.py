@@ -7,9 +7,9 @@ import torch
 from matplotlib import pyplot as plt
 from rich.console import Console
 
-from ntkmarglik import report
-from ntkmarglik.augment import AffineAugmentation
-from ntkmarglik.evaluate import calibration_error, evaluate, metrics
+from ntkmarglik.learn.evaluate import calibration_error, evaluate, metrics
+from ntkmarglik.problem.augment import AffineAugmentation
+from ntkmarglik.runs import report
 
 PNG = b"\x89PNG"
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from test_runner import TINY, results
 
-from ntkmarglik import checkpoint
-from ntkmarglik.methods.laplace import Laplace
-from ntkmarglik.run import main
-from ntkmarglik.track import read_metrics
-from ntkmarglik.train import Trainer
+from ntkmarglik.learn.methods.laplace import Laplace
+from ntkmarglik.learn.train import Trainer
+from ntkmarglik.programs.classify.run import main
+from ntkmarglik.runs import checkpoint
+from ntkmarglik.runs.folder import read_metrics
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -30,9 +30,10 @@ VARIANTS = {
 DRIVER = """
 import json, os, signal, sys
 import torch._dynamo  # which optimisers import when they are made
-from ntkmarglik import checkpoint, track
-from ntkmarglik.data import load
-from ntkmarglik.run import main
+from ntkmarglik.runs import checkpoint
+from ntkmarglik.runs import folder as track
+from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.run import main
 
 load("digits", "data")
 
@@ -78,7 +79,7 @@ DEATHS = [
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

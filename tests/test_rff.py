@@ -1,18 +1,15 @@
 """The random-feature demonstration: its closed forms against the library, and what it claims."""
 
 import csv
-import sys
 
 import pytest
+import rff_demo
 import torch
-from laplace_marglik import DataEmphasizedELBO, Gaussian, GaussianPrior
+from rff_demo import Fit, Problem, emphasised_elbo, exact_posterior, isotropic_posterior, log_evidence
 from test_scripts import ROOT, run
 from torch import nn
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import rff_demo
-from rff_demo import Fit, Problem, emphasised_elbo, exact_posterior, isotropic_posterior, log_evidence
+from laplace_marglik import DataEmphasizedELBO, Gaussian, GaussianPrior
 
 KAPPA = 2.4
 

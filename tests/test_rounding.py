@@ -4,11 +4,12 @@ import warnings
 
 import pytest
 import torch
+from cases import Shift
+from torch import nn
+
 from asdl_marglik import STRUCTURES
 from asdl_marglik.linalg import eigenvalues, gram_in_double, log_det_identity_plus, precision_of_sums, resolved
-from cases import Shift
 from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, evidence_by_blocks
-from torch import nn
 
 
 def randn(*shape, seed=0):

@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ntkmarglik import checkpoint, machine, preflight
-from ntkmarglik.config import Config, parse
-from ntkmarglik.data import Dataset, load
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.methods import METHODS
-from ntkmarglik.methods.map import Map
-from ntkmarglik.models import MODELS
-from ntkmarglik.run import baseline_of, main, prepare, run
-from ntkmarglik.summary import summarise
-from ntkmarglik.track import RunFolder, read_metrics
-from ntkmarglik.train import Trainer, hyper_epochs
+from ntkmarglik.learn.methods import METHODS
+from ntkmarglik.learn.methods.map import Map
+from ntkmarglik.learn.train import Trainer, hyper_epochs
+from ntkmarglik.machine import device as machine
+from ntkmarglik.problem.data import Dataset, load
+from ntkmarglik.problem.models import MODELS
+from ntkmarglik.programs.classify import preflight
+from ntkmarglik.programs.classify.config import Config, parse
+from ntkmarglik.programs.classify.run import baseline_of, main, prepare, run
+from ntkmarglik.runs import checkpoint
+from ntkmarglik.runs.folder import RunFolder, read_metrics
+from ntkmarglik.runs.summary import summarise
 
 ROOT = Path(__file__).parent.parent
 TINY = shlex.split(
@@ -64,7 +66,7 @@ def out(tmp_path, monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Without the figure, which takes most of the time of a tiny run and has its own tests."""
-    monkeypatch.setattr("ntkmarglik.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
 
 
 # ------------------------------------------------------------------------------------------------- what a run leaves
@@ -278,7 +280,7 @@ def test_an_absurd_learning_rate_is_an_error_message(out, capsys):
 def test_a_full_disk_costs_files_but_not_the_result(tmp_path):
     """Really full: the process may write files of 500 bytes only."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))"
-    code = f"{limit}\nimport sys\nfrom ntkmarglik.run import main\nsys.exit(main(sys.argv[1:]))"
+    code = f"{limit}\nimport sys\nfrom ntkmarglik.programs.classify.run import main\nsys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, *TINY, "--out", str(tmp_path / "run")],
         capture_output=True, text=True, cwd=ROOT, check=False,
@@ -299,7 +301,7 @@ def test_lines_that_found_no_room_are_written_when_there_is_some(out, monkeypatc
         path.write_text(path.read_text() + text[:5])
         raise full
 
-    monkeypatch.setattr("ntkmarglik.track._append", cut_off)
+    monkeypatch.setattr("ntkmarglik.runs.folder._append", cut_off)
     folder.log({"epoch": 2})
     assert [line["epoch"] for line in read_metrics(out)] == [1]
     folder.log({"epoch": 3})
@@ -340,7 +342,7 @@ def test_wandb_never_stops_a_run(fails, out, capsys, monkeypatch, undrawn):
 
 
 def test_no_git_is_no_commit(monkeypatch):
-    from ntkmarglik.summary import commit
+    from ntkmarglik.runs.summary import commit
 
     monkeypatch.setenv("PATH", "")
     assert commit() is None

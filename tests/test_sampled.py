@@ -2,18 +2,14 @@
 
 import pytest
 import torch
-from laplace_marglik import (
-    Categorical,
-    Gaussian,
-    GaussianPrior,
-    SampledLaplace,
-)
-from laplace_marglik.sampled import ConjugateGradients, Sgd
-from laplace_marglik.sampled.dimension import mackay
-from laplace_marglik.sampled.mode import LinearModel
-from laplace_marglik.sampled.precondition import RowPreconditioner, root_rows
 from torch import nn
 from torch.func import functional_call, jacrev
+
+from laplace_marglik import Categorical, Gaussian, GaussianPrior, SampledLaplace
+from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
+from laplace_marglik.posterior.sampled.dimension import mackay
+from laplace_marglik.posterior.sampled.mode import LinearModel
+from laplace_marglik.posterior.sampled.precondition import RowPreconditioner, root_rows
 
 EXACT = ConjugateGradients(tolerance=1e-6, max_iterations=500)
 ROUGH = ConjugateGradients(tolerance=1e-3)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from laplace_marglik import GaussianPrior, MarglikError, SampledLaplace
-from laplace_marglik.sampled import ConjugateGradients
 from test_sampled import ROUGH, Exact
 from torch import nn
 
-from ntkmarglik.evaluate import joint_log_likelihood
+from laplace_marglik import GaussianPrior, MarglikError, SampledLaplace
+from laplace_marglik.posterior.sampled import ConjugateGradients
+from ntkmarglik.learn.evaluate import joint_log_likelihood
 
 K = 60
 

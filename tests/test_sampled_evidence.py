@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from laplace_marglik import Gaussian, MarginalLikelihood, MarglikError, Partition
-from laplace_marglik.sampled.ladder import bracket, integral, rungs
 from test_sampled import ROUGH, Exact, N, log_evidence
+
+from laplace_marglik import Gaussian, MarginalLikelihood, MarglikError, Partition
+from laplace_marglik.posterior.sampled.ladder import bracket, integral, rungs
 
 
 def test_the_ladder_brackets_the_log_determinant():

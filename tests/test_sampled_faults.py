@@ -7,16 +7,16 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from asdl_marglik import checksum
-from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, MarglikError, SampledLaplace
-from laplace_marglik.sampled import ConjugateGradients, LadderEvidence, Sgd
-from laplace_marglik.sampled.dimension import NEGLIGIBLE, PriorStep
 from test_sampled import BATCH, ROUGH, Exact, N
 from test_sampled_runner import FLAGS
 from torch import nn
 
-from ntkmarglik.methods.sampled import Sampled
-from ntkmarglik.run import main
+from asdl_marglik import checksum
+from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, MarglikError, SampledLaplace
+from laplace_marglik.posterior.sampled import ConjugateGradients, LadderEvidence, Sgd
+from laplace_marglik.posterior.sampled.dimension import NEGLIGIBLE, PriorStep
+from ntkmarglik.learn.methods.sampled import Sampled
+from ntkmarglik.programs.classify.run import main
 
 INPUTS, HIDDEN = 4, 10
 
@@ -195,7 +195,7 @@ def test_a_step_that_fails_leaves_everything_as_it_was(fault, monkeypatch):
     learned(posterior, task.loader, 1)
     prior, z, mode = (t.detach().clone() for t in (task.prior.precision, posterior.weight_samples, posterior.mode))
     expected, prediction = posterior.diagnostics(), posterior.predict(task.x)
-    where = "laplace_marglik.sampled"
+    where = "laplace_marglik.posterior.sampled"
     if fault == "precision":
         monkeypatch.setattr(f"{where}.posterior.mackay", lambda gamma, squares, counts: gamma * math.nan)
     elif fault == "samples":
@@ -404,7 +404,7 @@ def test_the_runner_refuses_to_go_on_with_what_is_not_finite(name, tmp_path, mon
         value = {"0.weight": math.nan} if name == "prior_precision" else math.inf
         round_.metrics[name] = value
 
-    monkeypatch.setattr("ntkmarglik.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
     monkeypatch.setattr(Sampled, "learn", broken)
     assert main([*FLAGS, "--out", str(tmp_path / "run")]) == 2
     message = capsys.readouterr().err

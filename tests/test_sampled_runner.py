@@ -7,15 +7,15 @@ import sys
 
 import pytest
 import torch
-from laplace_marglik import SampledLaplace
 from test_resume import DRIVER, ENVIRONMENT, ROOT
 from test_runner import TINY, results
 
-from ntkmarglik.config import parse
-from ntkmarglik.data import load
-from ntkmarglik.methods import METHODS
-from ntkmarglik.methods.sampled import SampledScore
-from ntkmarglik.run import main, prepare, run
+from laplace_marglik import SampledLaplace
+from ntkmarglik.learn.methods import METHODS
+from ntkmarglik.learn.methods.sampled import SampledScore
+from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.config import parse
+from ntkmarglik.programs.classify.run import main, prepare, run
 
 FLAGS = [
     *TINY,
@@ -26,7 +26,7 @@ DEATHS = [("run/checkpoint.pt", 2), ("run/metrics.jsonl", 3), ("baseline/checkpo
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
 
 
 def test_it_learns_the_prior_and_predicts_beside_the_map(tmp_path, capsys):

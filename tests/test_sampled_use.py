@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError, Poisson, SampledLaplace
-from laplace_marglik.likelihood import FromLogProb
-from laplace_marglik.sampled import ConjugateGradients, Sgd
 from test_sampled import EXACT, Exact, N
 from torch import nn
 
-from ntkmarglik.data import load
-from ntkmarglik.models import build
+from laplace_marglik import GaussianPrior, MarginalLikelihood, MarglikError, Poisson, SampledLaplace
+from laplace_marglik.likelihood import FromLogProb
+from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
+from ntkmarglik.problem.data import load
+from ntkmarglik.problem.models import build
 
 
 @pytest.fixture(scope="module")

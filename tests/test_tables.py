@@ -5,8 +5,8 @@ import sys
 import pytest
 from test_experiments import script
 
-from ntkmarglik import records
-from ntkmarglik.experiments import label_of
+from ntkmarglik.programs.paper.experiments import label_of
+from ntkmarglik.runs import records
 
 
 def made_up(generator, tmp_path, scale="small", seeds=(0, 1, 2), without=()):

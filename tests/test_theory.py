@@ -3,17 +3,18 @@
 import itertools
 import math
 
-import laplace_marglik
 import pytest
 import reference
 import torch
 from cases import Shift, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laplace_marglik import ClassPartition, Evidence, FromLogProb, Gaussian, GaussianPrior, MarginalLikelihood
 from test_conformance import by_name
 from torch import nn
 from torch.autograd.functional import hessian
+
+import laplace_marglik
+from laplace_marglik import ClassPartition, Evidence, FromLogProb, Gaussian, GaussianPrior, MarginalLikelihood
 
 STRUCTURES = ["ntk", "full", "blockdiag", "kfac", "diag"]
 TRUE_ROOTS = ["fisher", "symmetric", "eigen"]

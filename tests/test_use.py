@@ -6,10 +6,11 @@ import pytest
 import reference
 import torch
 from cases import CASES, Shift
-from laplace_marglik import Categorical, Gaussian, GaussianPrior, MarginalLikelihood
 from test_conformance import STRUCTURES, by_name, close
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+
+from laplace_marglik import Categorical, Gaussian, GaussianPrior, MarginalLikelihood
 
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)

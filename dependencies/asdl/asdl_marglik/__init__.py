@@ -1,12 +1,19 @@
 """Differentiable curvature of any torch module: kernels, dense and Kronecker-factored blocks, diagonals."""
 
-from .budget import Arrangement, arrange, free_memory, largest_fitting
-from .chunk import Chunk
-from .errors import CurvatureError, PrecisionLost
-from .fast import ALL, FastPaths
-from .kernel import mixed_gram
-from .linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
-from .network import (
+from asdl_marglik.curvature.kernel.gram import mixed_gram
+from asdl_marglik.curvature.structure import STRUCTURES, Problem, Structure, guarantee_of, parts_of
+from asdl_marglik.curvature.term import Groups, Part, Settled
+from asdl_marglik.errors import CurvatureError, PrecisionLost
+from asdl_marglik.linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
+from asdl_marglik.passes.forward import Chunk
+from asdl_marglik.passes.memory import Arrangement, arrange, free_memory, largest_fitting
+from asdl_marglik.passes.root_rows import RootRows, Selection
+from asdl_marglik.passes.shortcuts import ALL, FastPaths
+from asdl_marglik.passes.two_passes import Batch, Passes, augmented, statistics
+from asdl_marglik.ranks.ranks import Ranks, RanksError
+from asdl_marglik.ranks.sharded_passes import ShardedPasses
+from asdl_marglik.rules import Call, Rule, register
+from asdl_marglik.watch.model import (
     check_finite,
     check_weights,
     checksum,
@@ -21,14 +28,7 @@ from .network import (
     tensors_of,
     trainable,
 )
-from .part import Groups, Part, Settled
-from .plan import Plan, PlanChanged, make_plan
-from .ranks import Ranks, RanksError
-from .rules import Call, Rule, register
-from .selection import RootRows, Selection
-from .sharded import ShardedPasses
-from .statistics import Batch, Passes, augmented, statistics
-from .structure import STRUCTURES, Problem, Structure, guarantee_of, parts_of
+from asdl_marglik.watch.planner import Plan, PlanChanged, make_plan
 
 __all__ = [
     "ALL",

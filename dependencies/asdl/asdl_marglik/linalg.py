@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CurvatureError, PrecisionLost
+from asdl_marglik.errors import CurvatureError, PrecisionLost
 
 ROUNDING = 1e-3  # how far rounding may move a pivot of I + K below 1, or a log-determinant, relative to it
 LEVEL = 16  # rounding level of eigenvalues, in units of the largest one times the precision of a number

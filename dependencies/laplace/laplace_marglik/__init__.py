@@ -1,15 +1,12 @@
 """Marginal likelihoods of neural networks from blocks of data, differentiable in every hyperparameter."""
 
 from asdl_marglik import Ranks, RanksError
-
-from .block_gradient import evidence_by_blocks
-from .clml import ConditionalScore, clml
-from .covariance import LowRankCovariance
-from .diagonal import DiagonalLaplace
-from .elbo import Bounds, DataEmphasizedELBO
-from .errors import MarglikError
-from .evidence import Evidence
-from .likelihood import (
+from laplace_marglik.errors import MarglikError
+from laplace_marglik.evidence.by_blocks import evidence_by_blocks
+from laplace_marglik.evidence.evidence import Evidence
+from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
+from laplace_marglik.evidence.spectrum import SpectralMarginalLikelihood, Spectrum
+from laplace_marglik.likelihood import (  # fmt: skip
     Bernoulli,
     Categorical,
     DiagonalLikelihood,
@@ -18,13 +15,15 @@ from .likelihood import (
     HeteroscedasticGaussian,
     Likelihood,
     Poisson,
-)  # fmt: skip
-from .marglik import MarginalLikelihood
-from .partition import Block, ClassPartition, Partition
-from .posterior import FixedPosterior, Posterior
-from .prior import GaussianPrior
-from .sampled import SampledLaplace
-from .spectrum import SpectralMarginalLikelihood, Spectrum
+)
+from laplace_marglik.partition import Block, ClassPartition, Partition
+from laplace_marglik.posterior.clml import ConditionalScore, clml
+from laplace_marglik.posterior.diagonal import DiagonalLaplace
+from laplace_marglik.posterior.sampled import SampledLaplace
+from laplace_marglik.prior import GaussianPrior
+from laplace_marglik.variational.covariance import LowRankCovariance
+from laplace_marglik.variational.elbo import Bounds, DataEmphasizedELBO
+from laplace_marglik.variational.gaussian import FixedPosterior, Posterior
 
 __all__ = [
     "Bernoulli", "Block", "Bounds", "Categorical", "ClassPartition", "ConditionalScore", "DataEmphasizedELBO",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import MarglikError
+from laplace_marglik.errors import MarglikError
 
 LARGEST_LOG = 80.0  # of a log precision, noise or temperature: beyond, exp overflows in single precision
 

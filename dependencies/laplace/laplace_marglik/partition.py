@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import MarglikError
+from laplace_marglik.errors import MarglikError
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
-from asdl_marglik import Groups, matches, trainable
 from torch import Tensor, nn
 
-from .checks import LARGEST_LOG
-from .covariance import LowRankCovariance
-from .errors import MarglikError
+from asdl_marglik import Groups, matches, trainable
+from laplace_marglik.checks import LARGEST_LOG
+from laplace_marglik.errors import MarglikError
+from laplace_marglik.variational.covariance import LowRankCovariance
 
 Structure = Literal["scalar", "layerwise", "diagonal"]
 

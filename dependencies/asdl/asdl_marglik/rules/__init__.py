@@ -1,11 +1,11 @@
 """How each operation's weights enter its output: one rule per operation, found by the torch function called."""
 
-from .base import Call, Rule, register, rule_for
-from .conv import Convolution
-from .elementwise import Elementwise, Expand
-from .embedding import Embedding
-from .linear import Linear
-from .norm import Normalisation
+from asdl_marglik.rules.base import Call, Rule, register, rule_for
+from asdl_marglik.rules.conv import Convolution
+from asdl_marglik.rules.elementwise import Elementwise, Expand
+from asdl_marglik.rules.embedding import Embedding
+from asdl_marglik.rules.linear import Linear
+from asdl_marglik.rules.norm import Normalisation
 
 __all__ = [
     "Call", "Convolution", "Elementwise", "Embedding", "Expand", "Linear", "Normalisation", "Rule", "register",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg import second_moment
+from asdl_marglik.linalg import second_moment
 
 Wanted = tuple[bool, bool]  # whether the cotangent of the input, and that of the output cotangent, is needed
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..linalg import gram_of
-from .base import Call, Rule, Wanted, named, register
+from asdl_marglik.linalg import gram_of
+from asdl_marglik.rules.base import Call, Rule, Wanted, named, register
 
 _DIMENSIONS = {
     F.conv1d: 1, F.conv2d: 2, F.conv3d: 3, F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .base import Call, Rule, register
+from asdl_marglik.rules.base import Call, Rule, register
 
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 _SUB = {torch.sub, Tensor.sub, Tensor.__sub__}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Call, Rule, named, register
+from asdl_marglik.rules.base import Call, Rule, named, register
 
 
 class Embedding(Rule):

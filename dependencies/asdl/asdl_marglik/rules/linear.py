@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Call, Rule, Wanted, named, register
+from asdl_marglik.rules.base import Call, Rule, Wanted, named, register
 
 
 class Linear(Rule):

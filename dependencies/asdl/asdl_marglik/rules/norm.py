@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..differentiable import substitute
-from .base import Call, Rule, named, register
+from asdl_marglik.rules.base import Call, Rule, named, register
+from asdl_marglik.watch.differentiable import substitute
 
 _SIGNATURES = {
     F.layer_norm: "input normalized_shape weight bias eps",

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from asdl_marglik import eigen_root, psd_sqrt
 from torch import Tensor, nn
 
-from ..checks import LARGEST_LOG, positive_number
-from ..errors import MarglikError
+from asdl_marglik import eigen_root, psd_sqrt
+from laplace_marglik.checks import LARGEST_LOG, positive_number
+from laplace_marglik.errors import MarglikError
 
 Root = Literal["paper", "fisher", "symmetric", "eigen"]
 
@@ -131,7 +131,7 @@ class FromLogProb(Likelihood):
 
 def likelihood_for(spec: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
     """A likelihood from its name ("classification", "regression"), from a `log_prob` function, or as it is."""
-    from . import Categorical, Gaussian
+    from laplace_marglik.likelihood import Categorical, Gaussian
 
     if isinstance(spec, Likelihood):
         return spec

@@ -19,11 +19,11 @@ datum, two classes and J P0^-1 J^T = q [[1, -1], [-1, 1]], Lambda = a [[1, -1], 
 from __future__ import annotations
 
 import torch
-from asdl_marglik import eigen_root, psd_sqrt
 from torch import Tensor
 
-from ..errors import MarglikError
-from .base import Likelihood, Root
+from asdl_marglik import eigen_root, psd_sqrt
+from laplace_marglik.errors import MarglikError
+from laplace_marglik.likelihood.base import Likelihood, Root
 
 
 class Categorical(Likelihood):

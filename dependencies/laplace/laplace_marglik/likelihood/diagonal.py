@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import positive_number
-from ..errors import MarglikError
-from .base import Likelihood, Root
+from laplace_marglik.checks import positive_number
+from laplace_marglik.errors import MarglikError
+from laplace_marglik.likelihood.base import Likelihood, Root
 
 
 class DiagonalLikelihood(Likelihood):

@@ -1,8 +1,0 @@
-"""Evaluate bounds of the evidence over a grid of prior precisions or rotation ranges: see --help."""
-
-import sys
-
-from ntkmarglik.grid.run import main
-
-if __name__ == "__main__":
-    sys.exit(main())

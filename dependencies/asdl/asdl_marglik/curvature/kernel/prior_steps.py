@@ -1,0 +1,99 @@
+"""log|I + sum_g w_g K_g| for many weights w: what does not depend on them is done once.
+
+Of the symmetric K_g only the lower triangles are kept, side by side, so that the sum and its derivative are one product
+with a vector each. Kernels of rank one (of a group that is a single weight) are kept as vectors: K_g = v v^T.
+
+    d log|I + K| / d w_g = <(I + K)^-1, K_g>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asdl_marglik.linalg import inverse_of, log_det_factor
+
+RANK_ONE = 16  # rounding errors of an entry's product that a kernel of rank one may be off
+
+
+class Combination:
+    """Symmetric positive semi-definite kernels [N, N] in float64, given one by one.
+
+    dtype: in which they were computed.
+    """
+
+    def __init__(self, kernels: Iterable[Tensor], dtype: torch.dtype):
+        self.coarse, eps = dtype != torch.float64, torch.finfo(dtype).eps
+        vectors: list[Tensor] = []
+        lower: list[Tensor] = []
+        of_rank_one: list[bool] = []
+        for kernel in kernels:
+            if not of_rank_one:
+                self.side = len(kernel)
+                rows, columns = torch.tril_indices(self.side, self.side, device=kernel.device)
+                self._entries = rows * self.side + columns
+                self._occurs = 2.0 - (rows == columns).double()  # an entry of the triangle stands for two of the matrix
+            v = _root_of_rank_one(kernel, eps)
+            of_rank_one.append(v is not None)
+            if v is not None:
+                vectors.append(v)
+            else:
+                lower.append((kernel + kernel.mT).flatten()[self._entries].div_(2))
+        self._order = torch.tensor(of_rank_one, device=self._entries.device).argsort(descending=True, stable=True)
+        self._back = self._order.argsort()
+        self._vectors = torch.stack(vectors, 1) if vectors else None  # [N, G1]
+        self._lower = torch.stack(lower) if lower else None  # [G2, N (N + 1) / 2]
+
+    def log_det_identity_plus(self, weights: Tensor) -> Tensor:
+        """log|I + sum_g weights[g] K_g|, differentiable in the weights [G]."""
+        return _LogDet.apply(weights, self)
+
+    def total(self, weights: Tensor) -> Tensor:
+        """The weighted sum; its upper triangle is not defined."""
+        n_vectors = 0 if self._vectors is None else self._vectors.shape[1]
+        of_vectors, of_lower = weights[self._order].tensor_split([n_vectors])
+        total = weights.new_zeros(self.side, self.side)
+        if self._lower is not None:
+            total.view(-1).index_copy_(0, self._entries, of_lower @ self._lower)
+        if self._vectors is not None:
+            total.addmm_(self._vectors * of_vectors, self._vectors.mT)
+        return total
+
+    def inner_products(self, matrix: Tensor) -> Tensor:
+        """<matrix, K_g> [G] with a symmetric matrix."""
+        found = []
+        if self._vectors is not None:
+            found.append(((matrix @ self._vectors) * self._vectors).sum(0))
+        if self._lower is not None:
+            entries = matrix.mT.reshape(-1).index_select(0, self._entries)  # inverses come by column: no copy
+            found.append(self._lower @ entries.mul_(self._occurs))
+        return torch.cat(found)[self._back]
+
+
+class _LogDet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, kernels: Combination) -> Tensor:
+        identity_plus = kernels.total(weights)
+        identity_plus.diagonal().add_(1)
+        value, saved, is_factor = log_det_factor(identity_plus, coarse=kernels.coarse)
+        ctx.save_for_backward(saved)
+        ctx.is_factor, ctx.kernels = is_factor, kernels
+        return value
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        return cotangents[0] * ctx.kernels.inner_products(inverse_of(saved, ctx.is_factor)), None
+
+
+def _root_of_rank_one(kernel: Tensor, eps: float) -> Tensor | None:
+    """v with K = v v^T up to rounding, if there is one."""
+    largest, pivot = kernel.diagonal().max(0)
+    if not largest > 0:
+        return None if kernel.any() else kernel.new_zeros(len(kernel))
+    v = kernel[:, pivot] / largest.sqrt()
+    return v if (kernel - v[:, None] * v).abs().max() <= RANK_ONE * eps * largest else None

@@ -1,0 +1,239 @@
+"""Kronecker-factored curvature (KFAC) of one weight, in the "expand" and "reduce" settings of weight sharing.
+
+    H ~= B (x) A     expand: A = 1/(n T) sum_nt a_nt a_nt^T,               B = sum_nrt g_nrt g_nrt^T
+                     reduce: A = 1/n sum_n (mean_t a_nt)(mean_t a_nt)^T,   B = sum_nr (sum_t g_nrt)(sum_t g_nrt)^T
+    log|I + P0^-1 (B (x) A)| = sum_jk log(1 + beta_j alpha_k / precision)
+
+(Eschenhagen et al. 2023.) Augmented copies are reduced first: activations averaged, cotangents (which carry 1/A)
+summed, so that A equal copies give the value of one. Groups of a grouped convolution are separate blocks. A bias has
+A = 1. Where a factor has fewer rows than its side, its rows are kept and the eigenvalues come from their Gram matrix.
+
+With one precision per element the determinant of B (x) A has no such form. Of a small weight it is computed as it is,
+of a large one the log precision is projected on row effect + column effect, which keeps the Kronecker form: exact
+whenever the precision is constant, per row, per column, or a product of both, and otherwise usually too small a
+determinant, so that the evidence comes out too high.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from asdl_marglik.curvature.term import Group, Memory, Part, Settled, mix
+from asdl_marglik.errors import PrecisionLost
+from asdl_marglik.linalg import (
+    ROUNDING,
+    eigenvalues,
+    eigenvalues_of_rows,
+    is_coarse,
+    log_det_identity_plus,
+    precision_of_rows,
+    precision_of_sums,
+    resolved,
+    second_moment,
+)
+from asdl_marglik.passes.forward import Chunk, Form, Request
+
+if TYPE_CHECKING:
+    from asdl_marglik.curvature.structure import Problem
+    from asdl_marglik.watch.planner import Plan
+
+Setting = Literal["expand", "reduce"]
+
+EXACT_SIDE = 512  # weights with a precision each, up to which B (x) A is formed: a determinant of this side takes 10 ms
+
+
+class Kron(Part):
+    """Kronecker-factored curvature of one weight of a linear map or convolution."""
+
+    def __init__(
+        self,
+        name: str,
+        group: Group,
+        setting: Setting,
+        n_data: int,
+        *,
+        keep_inputs: bool,
+        keep_outputs: bool,
+        bias: bool,
+        called_once: bool = True,
+        transposed: bool = False,
+        by_moment: bool = True,
+        double: bool = False,
+    ):
+        self.double = double  # sums in float64, whatever the network is
+        self.transposed = transposed  # the weight is stored [inputs, outputs]
+        self.names, self.group, self.setting, self.n_data, self.bias = (name,), group, setting, n_data, bias
+        self.kinds = ("rows" if keep_inputs else "sum", "rows" if keep_outputs else "sum")
+        self.label = f"kronecker ({setting})"
+        # positions of several calls are pooled before they are reduced
+        self.form: Form = setting if called_once else "expand"
+        # an input factor that is a sum over positions needs no patches side by side
+        self._by_moment = by_moment and not keep_inputs and setting == "expand" and not bias
+
+    def requests(self) -> list[Request]:
+        return [(self.names[0], self.form)]
+
+    def pulls(self, plan: Plan) -> list[Request]:
+        return [] if self.kinds[1] == "rows" else self.requests()  # else the mixing is part of the observation
+
+    def memory(self, problem: Problem) -> Memory:
+        """Both factors, or their rows; eigenvectors of the larger one in float64; factors of a chunk, twice."""
+        o, d = problem.plan.weights[self.names[0]].shape[0], problem.sizes[self.names[0]]
+        d = 1 if self.bias else d // max(1, o)
+        t = problem.plan.positions[self.names[0]]
+        shared = 1 if self.setting == "reduce" else t
+        inputs = problem.n_data * shared * d if self.kinds[0] == "rows" else d**2
+        outputs = problem.n_rows * shared * o if self.kinds[1] == "rows" else o**2
+        expanded = 1 if self.form == "reduce" else t
+        per_datum = 2 * expanded * (d + problem.rows_per_datum * o)
+        return Memory(problem.element * (inputs + outputs), 4 * 8 * max(d, o) ** 2, problem.element * per_datum)
+
+    def _inputs(self, patches: list[Tensor | None], like: Tensor) -> Tensor:
+        """Observation of the input factor; uses of the weight are further shared positions."""
+        given = [p for p in patches if p is not None]
+        rows = like.new_ones(len(like), 1, 1, 1) if self.bias else torch.cat(given, 1)  # [n, T, groups, D]
+        if self.setting == "reduce":
+            rows = rows.mean(1, keepdim=True)
+        rows = rows / (self.n_data * rows.shape[1]) ** 0.5
+        return rows if self.kinds[0] == "rows" else self._moment(rows.flatten(0, 1))
+
+    def _moment(self, rows: Tensor) -> Tensor:
+        return second_moment(rows.double() if self.double else rows)
+
+    def _outputs(self, positions: list[Tensor], mixing: Tensor | None) -> Tensor:
+        """Observation of the output factor."""
+        rows = torch.cat(positions, 2)  # [n, K, T, groups, O]
+        if self.setting == "reduce":
+            rows = rows.sum(2, keepdim=True)
+        return rows if self.kinds[1] == "rows" else self._moment(mix(rows, mixing).flatten(0, 2))
+
+    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
+        name = self.names[0]
+        if self._by_moment:
+            inputs = chunk.input_moment(name, double=self.double) / (self.n_data * chunk.n_positions(name))
+        else:
+            inputs = self._inputs(chunk.input_factors(name, self.form), chunk.f)
+        return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.weights())]
+
+    def pull(
+        self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
+    ) -> None:
+        name, n_uses = self.names[0], len(chunk.plan.uses_of[self.names[0]])
+        bars = [bar[rows] if kind == "rows" else bar for bar, kind in zip(bars, self.kinds, strict=True)]
+        patches_bars: list[Tensor | None] = [None] * n_uses
+        positions_bars: list[Tensor | None] = [None] * n_uses
+        with torch.enable_grad():
+            if self._by_moment:
+                chunk.pull_input_moment(name, bars[0] / (self.n_data * chunk.n_positions(name)))
+            elif not self.bias:
+                patches = [p.requires_grad_() for p in chunk.input_factors(name, self.form) if p is not None]
+                patches_bars = list(torch.autograd.grad(self._inputs([*patches], chunk.f), patches, bars[0]))
+            mixing = chunk.weights()
+            inside = self.kinds[1] == "sum" and mixing is not None  # the mixing is part of the observation
+            if chunk.differentiable or inside:
+                leaves = [g.detach().requires_grad_() for g in chunk.output_factors(name, self.form)]
+                mixing = mixing.requires_grad_() if inside and mixing is not None else mixing
+                wanted = [*leaves, mixing] if inside and mixing is not None else leaves
+                found = list(torch.autograd.grad(self._outputs(leaves, mixing), wanted, bars[1]))
+                chunk.pull_mixing(found.pop() if inside else None)
+                positions_bars = [*found]
+        chunk.pull_factors(name, self.form, list(zip(patches_bars, positions_bars, strict=True)))
+
+    def log_det_ratio(
+        self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
+    ) -> Tensor:
+        return self.settled(statistics, mixing)(scale, log_precision)
+
+    def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
+        factors = self._factors(statistics, mixing)
+        if isinstance(self.group, int):
+            alpha, beta = self._spectrum(factors[0], 0), self._spectrum(factors[1], 1)
+            return lambda scale, theta: _log_det(alpha, beta, scale * torch.exp(-theta[self.group]))
+        if factors[0].shape[-1] * factors[1].shape[-1] <= EXACT_SIDE:
+            coarse = any(kind == "sum" and is_coarse(s) for kind, s in zip(self.kinds, statistics, strict=True))
+            product = self._product(*factors)
+            return lambda scale, theta: self._exact_log_det(product, scale, theta, coarse)
+        return lambda scale, theta: self._projected_log_det(factors, scale, theta)
+
+    def _table(self, log_precision: Tensor, o: int, d: int) -> Tensor:
+        """The log precision of each weight [groups, O, D]."""
+        theta = log_precision[self.group]
+        return theta.reshape(-1, d, o).mT if self.transposed else theta.reshape(-1, o, d)
+
+    def _product(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """B (x) A [groups, O, D, O, D] in float64."""
+        moments = [
+            torch.einsum("ngi,ngj->gij", f.double(), f.double()) if kind == "rows" else f.double()
+            for f, kind in zip((inputs, outputs), self.kinds, strict=True)
+        ]
+        return torch.einsum("gij,gop->goipj", *moments)
+
+    def _exact_log_det(self, product: Tensor, scale: Tensor, log_precision: Tensor, coarse: bool) -> Tensor:
+        """log|I + P0^-1 (B (x) A)| as it is."""
+        groups, o, d = product.shape[:3]
+        root = torch.exp(-self._table(log_precision, o, d) / 2).reshape(groups, o * d)
+        matrix = scale * root[:, :, None] * product.reshape(groups, o * d, o * d) * root[:, None, :]
+        return log_det_identity_plus(matrix, coarse=coarse).sum()
+
+    def _projected_log_det(self, factors: tuple[Tensor, Tensor], scale: Tensor, log_precision: Tensor) -> Tensor:
+        """The same with row and column effects of the log precision."""
+        inputs, outputs = factors
+        table = self._table(log_precision, outputs.shape[-1], inputs.shape[-1])
+        row_effect = table.mean(2)
+        column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
+        alpha, beta = self._spectrum(inputs, 0, column_effect), self._spectrum(outputs, 1, row_effect)
+        return _log_det(alpha, beta, scale)
+
+    def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+        inputs, outputs = self._factors(statistics, mixing)
+        alpha, beta = self._spectrum(inputs, 0).values, self._spectrum(outputs, 1).values
+        return (beta[:, :, None] * alpha[:, None, :]).flatten()
+
+    def _factors(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both factors, or their root rows [N, groups, D]."""
+        inputs, outputs = statistics
+        if self.kinds[1] == "rows":
+            outputs = mix(outputs.to(torch.float64), mixing).flatten(0, 2)
+        return inputs.flatten(0, 1) if self.kinds[0] == "rows" else inputs, outputs
+
+    def _spectrum(self, factor: Tensor, which: int, log_scale: Tensor | None = None) -> Spectrum:
+        """Eigenvalues of a factor, given by rows [N, groups, D] or as it is [groups, D, D]."""
+        dtype = factor.dtype
+        if self.kinds[which] == "rows":
+            if log_scale is not None:
+                factor = factor * torch.exp(-log_scale / 2)
+            values = eigenvalues_of_rows(factor.movedim(1, 0))
+            return Spectrum(resolved(values, precision_of_rows(dtype)))
+        if log_scale is not None:
+            root = torch.exp(-log_scale / 2)
+            factor = root[:, :, None] * factor * root[:, None, :]
+        values = eigenvalues(factor)
+        known = resolved(values, precision_of_sums(dtype))
+        return Spectrum(known, torch.where(known > 0, 0.0, values.abs()).detach() if dtype != torch.float64 else None)
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues [groups, m] of a factor in float64."""
+
+    values: Tensor
+    hidden: Tensor | None = None  # sizes of those that may be rounding alone; None where a sum was made in float64
+
+
+def _log_det(alpha: Spectrum, beta: Spectrum, ratio: Tensor) -> Tensor:
+    """sum_jk log(1 + ratio beta_j alpha_k), over all groups; ratio: of scale and precision."""
+    total = torch.log1p(ratio * beta.values[:, :, None] * alpha.values[:, None, :]).sum()
+    for own, other in ((alpha, beta), (beta, alpha)):
+        if own.hidden is not None and _lost(own.hidden, other.values, ratio) > ROUNDING * total:
+            raise PrecisionLost
+    return total
+
+
+@torch.no_grad()
+def _lost(hidden: Tensor, other: Tensor, ratio: Tensor) -> Tensor:
+    """What a log-determinant lacks if the hidden eigenvalues of a factor are real after all."""
+    return torch.log1p(ratio * other[:, :, None] * hidden[:, None, :]).sum()

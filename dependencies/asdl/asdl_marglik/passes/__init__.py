@@ -1,0 +1,1 @@
+"""Two passes over the data: small statistics first, exact gradients of anything made of them second."""

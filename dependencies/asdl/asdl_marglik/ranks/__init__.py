@@ -1,0 +1,1 @@
+"""The same passes shared by several processes."""

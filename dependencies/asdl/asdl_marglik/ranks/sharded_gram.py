@@ -1,0 +1,128 @@
+"""A kernel whose rows are on several ranks.
+
+Each rank has the rows of its own data points, V_r [n_r K, P]. For the kernel they are exchanged, one weight at a time,
+so that each has its own columns of all rows, W_r [S K, P_r]; back go the cotangents of columns, as those of own rows:
+
+    K = sum_r W_r W_r^T,     W_r_bar = (K_bar + K_bar^T) W_r
+
+It keeps S K P / R numbers (and as many cotangents), so that a block may grow with the number of ranks, and sends as
+many. Factors of rows, which are small, visit the other ranks instead: rank r makes its strip K_r = [V_r V_1^T, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from asdl_marglik.curvature.kernel.gram import Gram
+from asdl_marglik.curvature.kernel.row_storage import Factors, Rows, Store, in_double
+from asdl_marglik.curvature.term import Groups, Memory
+from asdl_marglik.linalg import gram_in_double, gram_of, product_in_double
+from asdl_marglik.passes.forward import Chunk
+from asdl_marglik.ranks.ranks import Ranks
+
+if TYPE_CHECKING:
+    from asdl_marglik.curvature.structure import Problem
+
+STEP = "rows of the kernel"
+
+
+class ShardedGram(Gram):
+    """A kernel whose rows are on several ranks. n_data: in the whole block."""
+
+    label = "kernel (sharded)"
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        groups: Groups,
+        ranks: Ranks,
+        n_data: int,
+        *,
+        packed: bool = True,
+        double: bool = False,
+    ):
+        super().__init__(stores, groups, packed=packed, double=double)
+        self.ranks, self.n_data = ranks, n_data
+        self.own = ranks.spans(n_data)[ranks.rank]
+        self._cotangents: list[list[Tensor]] = []
+
+    def memory(self, problem: Problem) -> Memory:
+        """Own rows and their cotangents; a weight's rows as they are exchanged; the kernels and their determinant."""
+        kept = [problem.held * store.bytes_per_datum(problem) for store in self.stores]
+        head = super().memory(problem).working
+        return Memory(2 * sum(kept), max(3 * max(kept), head))
+
+    def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
+        grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
+        for store, kept in zip(self.stores, self._kept(observations), strict=True):
+            index, inverse = self._index(store.name), self._inverse(store.name, log_precision, kept[-1])
+            gram, known = self._gram(store, kept, inverse), grams[index]
+            grams[index] = gram if known is None else known.add_(gram)
+        whole = torch.stack([gram for gram in grams if gram is not None])
+        self.ranks.sum_([whole], "kernels")
+        return [whole]
+
+    def _gram(self, store: Store, kept: list[Tensor], inverse: Tensor | None) -> Tensor:
+        """This rank's term of a weight's kernel [S K, S K]."""
+        if isinstance(store, Rows):
+            columns = self._columns(store, kept)
+            own_inverse = None if inverse is None else self._of_columns(inverse)
+            if self.double:
+                return gram_in_double(columns, own_inverse)
+            return gram_of(columns) if own_inverse is None else (columns * own_inverse) @ columns.mT
+        assert isinstance(store, Factors)
+        kept = in_double(kept) if self.double else kept
+        strip = torch.cat([store.cross(kept, visitors) for _, visitors in self._visits(kept)], 1)
+        whole = strip.new_zeros(strip.shape[1], strip.shape[1])
+        whole[_rows_of(self.own, len(strip) // len(kept[0]))] = strip
+        return whole
+
+    def _columns(self, store: Rows, kept: list[Tensor]) -> Tensor:
+        """Own columns of all rows [S K, P_r]."""
+        rows = store.all_rows(kept)
+        return self.ranks.columns(rows, self.n_data, len(rows) // len(kept[0]), STEP)
+
+    def _of_columns(self, per_weight: Tensor) -> Tensor:
+        return per_weight[self.ranks.spans(len(per_weight))[self.ranks.rank]]
+
+    def _visits(self, kept: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+        """The data points of one rank after the other: where they are in the block, and what is kept of them."""
+        return zip(self.ranks.spans(self.n_data), self.ranks.visits(kept, self.n_data, STEP), strict=True)
+
+    def exchange(self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor) -> None:
+        """Make the cotangents that `pull` will hand out, also those that only a full graph will need."""
+        self._cotangents = []
+        for store, kept in zip(self.stores, self._kept(observations), strict=True):
+            inverse, bar = self._inverse(store.name, log_precision, kept[-1]), bars[0][self._index(store.name)]
+            self._cotangents.append(self._back(store, kept, bar + bar.mT, inverse))
+
+    def _back(self, store: Store, kept: list[Tensor], symmetric: Tensor, inverse: Tensor | None) -> list[Tensor]:
+        """Cotangents of what is kept of own data, from that of a whole kernel."""
+        n_own, k = len(kept[0]), len(symmetric) // self.n_data
+        if isinstance(store, Rows):
+            own = self._columns(store, kept)
+            columns = symmetric @ own if symmetric.dtype == own.dtype else product_in_double(symmetric, own)
+            if inverse is not None:
+                columns *= self._of_columns(inverse)
+            size = store.all_rows([t[:1] for t in kept]).shape[1]
+            return [self.ranks.rows(columns, n_own * k, size, k, STEP).view(n_own, k, size)]
+        total: list[Tensor] = []
+        for span, visitors in self._visits(kept):
+            piece = symmetric[_rows_of(self.own, k), _rows_of(span, k)].contiguous()
+            found = store.cotangents(kept, visitors, piece, inverse)
+            total = [t.add_(f) for t, f in zip(total, found, strict=True)] if total else found
+        return total
+
+    def pull(
+        self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
+    ) -> None:
+        for store, cotangents in zip(self.stores, self._cotangents, strict=True):
+            store.hand(chunk, [c[rows] for c in cotangents])
+
+
+def _rows_of(span: slice, k: int) -> slice:
+    return slice(k * span.start, k * span.stop)

@@ -1,0 +1,177 @@
+"""One block of data on several ranks: each runs both passes over its own data points, statistics are put together.
+
+Sums over data are reduced and rows are gathered, so that every rank has the statistics of all data, and whatever is
+computed from them is computed everywhere alike; of the rows of a kernel each keeps its own. Gradients of the second
+pass are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from asdl_marglik.curvature.kernel.gram import Gram
+from asdl_marglik.errors import CurvatureError
+from asdl_marglik.passes.two_passes import Batch, Passes, augmented
+from asdl_marglik.ranks.ranks import Ranks
+from asdl_marglik.ranks.sharded_gram import ShardedGram
+from asdl_marglik.watch.model import Inputs, fingerprint, map_inputs
+
+OTHER_SEED = 1_000_003  # between the seeds of ranks
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which data points of a batch are a rank's: batch number `batch`, its entries from `start` on, of `total`."""
+
+    batch: int
+    start: int
+    total: int
+
+
+@dataclass(kw_only=True)
+class ShardedPasses(Passes):
+    """Both passes over this rank's part of the data; results and gradients are those of all data, on every rank.
+
+    Every rank is given the same batches and takes its own data points of them.
+    """
+
+    ranks: Ranks
+    shares: list[Share] = field(default_factory=list)  # of own batches, in order
+    lengths: list[int] = field(default_factory=list)  # of all batches
+
+    def __post_init__(self) -> None:
+        self.n_all, whole = self.n_data, self.batches
+        self.own = self.ranks.spans(self.n_all)[self.ranks.rank]
+        self.n_data, self.batches = self.own.stop - self.own.start, self._own(whole)
+        self._everything: tuple[Tensor, Tensor] | None = None
+
+    def _own(self, whole: Callable[[], Iterable[Batch]]) -> Callable[[], Iterator[Batch]]:
+        def batches() -> Iterator[Batch]:
+            self.shares, self.lengths, start = [], [], 0
+            for number, (x, y, columns) in enumerate(whole()):
+                self.lengths.append(len(y))
+                own = slice(max(self.own.start - start, 0), min(self.own.stop - start, len(y)))
+                start += len(y)
+                if own.start < own.stop:
+                    self.shares.append(Share(number, own.start, len(y)))
+                    yield map_inputs(lambda t, own=own: t[own], x), y[own], columns[own]  # type: ignore[misc]
+            if start != self.n_all:
+                raise CurvatureError(
+                    f"the loader gave {start} data points in all, but n_data={self.n_all}; the two must agree, and "
+                    "every rank has to give all of them"
+                )
+
+        return batches
+
+    @property
+    def batch_lengths(self) -> list[int]:
+        return self.lengths
+
+    def only(self, number: int, x: Inputs, y: Tensor) -> Passes:
+        start = sum(self.lengths[:number])
+        columns = self.rows_of_data[1][start : start + len(y)]
+        block = replace(
+            self,
+            batches=lambda: [(x, y, columns)],
+            n_data=len(y),
+            seed=self.seed + number,
+            instead=None,
+            _copy_fingerprints=[],
+            _outputs=None,
+            _checksum=None,
+            _kept={},
+        )
+        if block.n_data:
+            own = map_inputs(lambda t: t[block.own], x)
+            block.targets, block._fingerprints = [y[block.own]], [fingerprint(own)]
+        return block
+
+    @property
+    def rows_of_data(self) -> tuple[Tensor, Tensor]:
+        assert self._everything is not None
+        return self._everything
+
+    def augmented(self, x: Inputs, index: int) -> Inputs:
+        """Copies of own data; those that one rank alone would make, if the module can draw a part of a batch."""
+        if self.augment is None:
+            return super().augmented(x, index)
+        share = self.shares[index]
+        seed = self.seed + share.batch
+        sharing = getattr(self.augment, "sharing", None)
+        if sharing is None:
+            seed += OTHER_SEED * self.ranks.rank
+        with nullcontext() if sharing is None else sharing(share.start, share.total):
+            return augmented(self.augment, x, seed)
+
+    def first(self, log_precision: Tensor, *, keep: bool, again: bool) -> list[Tensor]:
+        if self._results:
+            return super().first(log_precision, keep=keep, again=again)
+        self._check()
+        results = super().first(log_precision, keep=keep, again=again)
+        gathered = [
+            self.ranks.gather(t, self.n_all, "outputs of all data")
+            for t in (results[0], torch.cat(self.targets), torch.cat(self.columns))
+        ]
+        results[0] = gathered[0]
+        self._everything = gathered[1], gathered[2]
+        return results
+
+    def _check(self) -> None:
+        """Refuse blocks or seeds that differ between ranks, which would give numbers without a meaning."""
+        if self.n_all < self.ranks.size:
+            raise CurvatureError(
+                f"{self.n_all} data points cannot be shared among {self.ranks.size} ranks; each needs at least one"
+            )
+        if not self.ranks.agree([self.n_all, self.seed], "comparison of the blocks"):
+            raise CurvatureError(
+                "the ranks were given different blocks, or draw from generators in different states; give every rank "
+                "the same data in the same order, and seed all generators alike"
+            )
+
+    def _summarise(self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor) -> list[Tensor]:
+        found = []
+        for part, observed in zip(self.parts, observations, strict=True):
+            statistics = part.summarise(observed, log_precision)
+            if not isinstance(part, Gram):
+                statistics = [t.contiguous() for t in statistics]
+                added = [t for t, kind in zip(statistics, part.kinds, strict=True) if kind == "sum"]
+                self.ranks.sum_(added, f"statistics of {part.names[0]}")
+                statistics = [
+                    t if kind == "sum" else self.ranks.gather(t, self.n_all, f"rows of {part.names[0]}")
+                    for t, kind in zip(statistics, part.kinds, strict=True)
+                ]
+            found.append(statistics)
+        self._counts = [len(s) for s in found]
+        return [s for part in found for s in part]
+
+    def precision_gradient(self, bars: list[list[Tensor]], log_precision: Tensor) -> Tensor:
+        return self.ranks.sum(super().precision_gradient(bars, log_precision), "gradient in the prior")
+
+    def second(
+        self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
+            if isinstance(part, ShardedGram):
+                part.exchange(observations, part_bars, log_precision)
+        if self.n_data:
+            own_bars = self._taken(bars)
+            found = super().second(None if f_bar is None else f_bar[self.own], own_bars, log_precision)
+        else:
+            network, augment = self.network_leaves, self.augment_leaves
+            found = [torch.zeros_like(t) for t in network], [torch.zeros_like(t) for t in augment]
+        self.ranks.sum_([t for part in found for t in part], "gradients of all data")
+        return found
+
+    def _taken(self, bars: list[list[Tensor]]) -> list[list[Tensor]]:
+        """The cotangents of own data's rows, and those of sums and kernels."""
+        return [
+            part_bars
+            if isinstance(part, Gram)
+            else [bar[self.own] if kind == "rows" else bar for bar, kind in zip(part_bars, part.kinds, strict=True)]
+            for part, part_bars in zip(self.parts, bars, strict=True)
+        ]

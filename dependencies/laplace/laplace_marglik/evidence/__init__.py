@@ -1,0 +1,1 @@
+"""The marginal likelihood of the linearised Laplace approximation, estimated from blocks of data."""

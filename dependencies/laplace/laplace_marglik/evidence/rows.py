@@ -1,0 +1,101 @@
+"""Which rows of U^T J a block contains, in the two forms the curvature engine takes.
+
+Single outputs: constant seeds (one-hot), with the root of the sub-block of Lambda as mixing weights afterwards. Used
+for all outputs (any root gives the same determinant), for diagonal Lambda, and for the published estimator.
+Contrasts: as before for all outputs, with fewer seeds where the likelihood ignores a direction of the outputs.
+Root columns: the seeds are columns of a true root and depend on the outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laplace_marglik.errors import MarglikError
+from laplace_marglik.likelihood import Likelihood
+from laplace_marglik.likelihood.base import Root
+
+
+@dataclass
+class SingleOutputs:
+    likelihood: Likelihood
+    shape: torch.Size  # of one datum's outputs
+    seeds_follow_outputs = False
+
+    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(columns, f.shape[1]).to(f.dtype)
+
+    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return self.likelihood.block_root(f.double().reshape(-1, *self.shape), y, columns)
+
+
+@dataclass
+class Contrasts:
+    likelihood: Likelihood
+    shape: torch.Size
+    directions: Tensor  # [R, C]
+    seeds_follow_outputs = False
+
+    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return self.directions.to(f).expand(len(f), -1, -1)
+
+    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return self.likelihood.contrast_root(f.double().reshape(-1, *self.shape), y)
+
+
+@dataclass
+class RootColumns:
+    likelihood: Likelihood
+    shape: torch.Size
+    kind: Root
+    seeds_follow_outputs = True
+
+    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return self.likelihood.root(f.double().reshape(-1, *self.shape), y, self.kind, columns).mT
+
+    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return None
+
+
+Rows = SingleOutputs | Contrasts | RootColumns
+
+
+def rows_for(likelihood: Likelihood, shape: torch.Size, root: Root, k: int, *, contrasts: bool = True) -> Rows:
+    """The form in which k of all root columns are computed; `contrasts` allows that of fewer seeds."""
+    directions = likelihood.contrasts(shape) if contrasts and k == shape.numel() else None
+    if directions is not None:
+        return Contrasts(likelihood, shape, directions)
+    if root == "paper" or likelihood.diagonal or k == shape.numel():
+        return SingleOutputs(likelihood, shape)
+    return RootColumns(likelihood, shape, root)
+
+
+def seeds_per_datum(rows: Rows, k: int) -> int:
+    """Backward passes per datum for k root columns."""
+    return len(rows.directions) if isinstance(rows, Contrasts) else k
+
+
+def draw_columns(n: int, n_outputs: int, k: int, iid: bool, generator: torch.Generator) -> Tensor:
+    """Random distinct columns [n, k]: the same for all data points, or drawn for each (`iid`)."""
+    if k == n_outputs:
+        return torch.arange(n_outputs).expand(n, -1)
+    draws = torch.rand(n if iid else 1, n_outputs, generator=generator).argsort(1)[:, :k]
+    return draws if iid else draws.expand(n, -1)
+
+
+def checked_columns(columns: Tensor, n: int, c: int) -> Tensor:
+    """Columns as [n, K], distinct and in range."""
+    columns = torch.as_tensor(columns)
+    if columns.dim() == 1:
+        columns = columns.expand(n, -1)
+    if columns.dim() != 2 or len(columns) != n or columns.is_floating_point() or not columns.shape[1]:
+        raise MarglikError(
+            f"columns must be integers [K] or [{n}, K], got {columns.dtype} of shape {tuple(columns.shape)}"
+        )
+    if int(columns.min()) < 0 or int(columns.max()) >= c:
+        raise MarglikError(f"columns must be in 0..{c - 1}, got {int(columns.min())}..{int(columns.max())}")
+    if (columns.sort(1).values.diff(dim=1) == 0).any():
+        raise MarglikError("columns of a datum must be distinct; a repeated row would be counted twice")
+    return columns

@@ -1,0 +1,1 @@
+"""Posteriors around trained weights: diagonal, and by samples."""

@@ -1,0 +1,100 @@
+"""The diagonal Laplace approximation: a Gaussian around trained weights to draw from, and its evidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from asdl_marglik import copied, evaluating, map_inputs, run, trainable
+from asdl_marglik.watch import persample
+from laplace_marglik import checks
+from laplace_marglik.errors import MarglikError
+from laplace_marglik.evidence.evidence import Evidence
+from laplace_marglik.likelihood import Likelihood, likelihood_for
+from laplace_marglik.prior import GaussianPrior
+from laplace_marglik.variational.gaussian import FixedPosterior
+
+ROW_NUMBERS = 2**25  # entries of the gradients of single data that are in memory together
+
+
+class DiagonalLaplace:
+    """Independent weights with precision delta + h around their present values, h from one pass over some data.
+
+        h = sum_i (d log p_i / d w)^2            curvature "empirical" (empirical Fisher)
+        h = sum_i diag(J_i^T Lambda_i J_i)       curvature "ggn"
+        evidence = log p(y | w) - 1/2 scatter - 1/2 sum log(1 + h / delta)        (Immer et al. 2021)
+
+    The evidence can be differentiated in the prior's log precision, any number of times.
+    """
+
+    def __init__(
+        self, model: nn.Module, likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor],
+        prior: GaussianPrior, loader: Iterable[tuple[Any, Tensor]], *,
+        curvature: Literal["empirical", "ggn"] = "empirical", hyper: Iterable[str] = (),
+    ):  # fmt: skip
+        if curvature not in ("empirical", "ggn"):
+            raise MarglikError(f"curvature must be empirical or ggn, got {curvature!r}")
+        if prior.covariance:
+            raise MarglikError("curvature needs a prior of independent weights; drop covariance=")
+        self.prior, self._likelihood, self._curvature = prior, likelihood_for(likelihood), curvature
+        self._weights = {name: w.detach().clone() for name, w in trainable(model, hyper).items()}
+        self._squares = prior.squares(self._weights)
+        self.curvature = {name: torch.zeros_like(w) for name, w in self._weights.items()}
+        self.log_likelihood, self.n_data = torch.zeros((), dtype=torch.float64), 0
+        with evaluating(model):
+            for x, y in checks.pairs(loader):
+                self._add(model, x, checks.targets(y))
+        if not self.n_data:
+            raise MarglikError("the loader is empty; it must yield (x, y) batches")
+
+    def evidence(self) -> Evidence:
+        """The log marginal likelihood of the data, for the prior as it is now."""
+        ratio = torch.zeros((), dtype=torch.float64, device=self.prior.log_precision.device)
+        for name, h in self.curvature.items():
+            log_delta = self.prior.log_precision[self.prior.groups[name]].double()
+            ratio = ratio + torch.log1p(h.double().flatten() * torch.exp(-log_delta)).sum()
+        scatter = self.prior.scatter(self._squares)
+        return Evidence(self.log_likelihood.to(scatter), scatter, ratio, 1, "approximation")
+
+    def posterior(self) -> FixedPosterior:
+        """N(w, 1 / (delta + h)) for the prior as it is now."""
+        deltas = self.prior.precisions()
+        return FixedPosterior(
+            self._weights,
+            {name: (h + deltas[name].reshape(h.shape if deltas[name].dim() else ())).rsqrt()
+             for name, h in self.curvature.items()},
+        )  # fmt: skip
+
+    def _add(self, model: nn.Module, x: Any, y: Tensor) -> None:
+        device = next(iter(self._weights.values())).device
+        x, y = map_inputs(lambda t: t.to(device), x), y.to(device)
+        size = max(1, ROW_NUMBERS // sum(w.numel() for w in self._weights.values()))
+        for own in torch.arange(len(y), device=device).split(size):
+            x_own, y_own = map_inputs(lambda t, own=own: t[own], x), y[own]  # type: ignore[misc]
+            with torch.no_grad():
+                f = run(model, copied(x_own))
+            seeds, log_prob = self._seeds(f, y_own)
+            self.log_likelihood += log_prob.cpu()
+            rows = persample.rows(model, self._weights, map_inputs(lambda t: t.unsqueeze(1), x_own), seeds.to(f.dtype))
+            for name, row in rows.items():
+                self.curvature[name] += row.square().sum((0, 1))
+            self.n_data += len(y_own)
+
+    def _seeds(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Output cotangents [n, K, C] whose squared rows are the curvature, and the log-likelihood."""
+        f = f.double().requires_grad_()
+        scale = math.exp(-float(self._likelihood.log_temperature))
+        with torch.enable_grad():
+            log_prob = self._likelihood.log_prob(f, y).sum() * scale
+            (slope,) = torch.autograd.grad(log_prob, f)
+        if self._curvature == "empirical":
+            return slope.reshape(len(f), 1, -1), log_prob.detach()
+        f = f.detach()
+        columns = torch.arange(f[0].numel(), device=f.device).expand(len(f), -1)
+        with torch.no_grad():
+            root = self._likelihood.root(f, y, "symmetric", columns)
+        return root.mT * self._likelihood.curvature_scale().detach().sqrt(), log_prob.detach()

@@ -1,0 +1,8 @@
+"""Linearised Laplace by samples: for problems where neither P x P nor NC x NC matrices fit."""
+
+from laplace_marglik.posterior.sampled.dimension import EffectiveDimension
+from laplace_marglik.posterior.sampled.ladder import LadderEvidence
+from laplace_marglik.posterior.sampled.posterior import SampledLaplace
+from laplace_marglik.posterior.sampled.solve import ConjugateGradients, Sgd
+
+__all__ = ["ConjugateGradients", "EffectiveDimension", "LadderEvidence", "SampledLaplace", "Sgd"]

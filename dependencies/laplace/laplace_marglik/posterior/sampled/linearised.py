@@ -1,0 +1,78 @@
+"""The network as a linear function of its weights: products with its Jacobian, without the Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp
+
+from asdl_marglik import copied, evaluating, run
+from laplace_marglik.posterior.sampled.layout import Layout
+
+
+class Linearised:
+    """J(x) diag(s) at the network's present weights; s are feature scales [P] (None: ones).
+
+    together: vectors in one vectorised pass. More is faster for small networks and needs the activations of as many.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, together: int = 1):
+        self.model, self.layout, self.together = model, layout, together
+        self.scale: Tensor | None = None
+
+    def _weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The weights that vary, and all other parameters, as constants."""
+        values = {name: p.detach() for name, p in self.model.named_parameters()}
+        return {name: values.pop(name) for name in self.layout.pieces}, values
+
+    def outputs(self, x: Any) -> Tensor:
+        with torch.no_grad(), evaluating(self.model):
+            return run(self.model, copied(x))
+
+    def jvp(self, x: Any, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs f [n, ...] and J diag(s) z [k, n, ...] for vectors z [k, P]."""
+        weights, fixed = self._weights()
+
+        def forward(varied: dict[str, Tensor]) -> Tensor:
+            return run(self.model, copied(x), {**fixed, **varied})
+
+        def push(vector: Tensor) -> tuple[Tensor, Tensor]:
+            scaled = vector if self.scale is None else vector * self.scale
+            f, pushed = jvp(forward, (weights,), (self.layout.views(scaled),))  # type: ignore[misc]
+            return f, pushed
+
+        with torch.no_grad(), evaluating(self.model):
+            if self.together > 1 and len(vectors) > 1:
+                size = min(self.together, len(vectors))
+                f, pushed = torch.vmap(push, out_dims=(0, 0), chunk_size=size)(vectors)
+                return f[0], pushed
+            results = [push(vector) for vector in vectors]
+            return results[0][0], torch.stack([pushed for _, pushed in results])
+
+    def vjp_(self, x: Any, cotangents: Callable[[Tensor], Tensor], out: Tensor, weight: float = 1.0) -> None:
+        """out [k, P] += weight diag(s) J^T u, where the cotangents u [k, n, ...] are a function of the outputs."""
+        weights, fixed = self._weights()
+        leaves = {name: w.requires_grad_() for name, w in weights.items()}
+        with evaluating(self.model):
+            with torch.enable_grad():
+                f = run(self.model, copied(x), {**fixed, **leaves})
+            us = cotangents(f.detach()).to(f.dtype)
+            inputs = list(leaves.values())
+            for start in range(0, len(us), self.together):
+                part = us[start : start + self.together]
+                last = start + self.together >= len(us)
+                batched = self.together > 1
+                found = torch.autograd.grad(
+                    f, inputs, part if batched else part[0], is_grads_batched=batched, retain_graph=not last,
+                    allow_unused=True,
+                )  # fmt: skip
+                for piece, gradient in zip(self.layout.pieces.values(), found, strict=True):
+                    if gradient is None:
+                        continue
+                    flat = gradient.reshape(len(part), -1)
+                    if self.scale is not None:
+                        flat = flat * self.scale[piece]
+                    out[start : start + self.together, piece].add_(flat, alpha=weight)

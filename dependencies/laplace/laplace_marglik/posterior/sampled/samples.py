@@ -1,0 +1,318 @@
+"""Samples of the linearised network's posterior: how they are solved for, kept, and known to be of the present fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from asdl_marglik import Ranks, check_weights, checksum, hyperparameters_in, map_inputs, trainable
+from laplace_marglik.checks import positive_integer
+from laplace_marglik.errors import MarglikError
+from laplace_marglik.likelihood import Likelihood, likelihood_for
+from laplace_marglik.posterior.sampled.layout import Layout, included
+from laplace_marglik.posterior.sampled.linearised import Linearised
+from laplace_marglik.posterior.sampled.mode import LinearModel, Mode, descend, newton
+from laplace_marglik.posterior.sampled.precondition import RowPreconditioner, root_rows
+from laplace_marglik.posterior.sampled.solve import (
+    RATE,
+    ConjugateGradients,
+    Product,
+    Solved,
+    Solver,
+    conjugate_gradients,
+    nesterov,
+    solver_for,
+)
+from laplace_marglik.posterior.sampled.system import Loader, System
+from laplace_marglik.prior import GaussianPrior
+
+LEAST_CURVATURE = 1e-6  # of a feature, for its scale: a weight that the data do not see is not scaled up without end
+AVERAGED_FITS = 3  # of a first fit with averaged curvature: each averages over the samples of the one before
+NAMED = 5  # groups in a message, at most
+Self = TypeVar("Self", bound="Samples")
+
+
+class Samples:
+    """k solutions z_j of H z = b, of which `SampledLaplace` says what they mean."""
+
+    def __init__(
+        self, model: nn.Module, likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor], *, n_data: int,
+        prior: GaussianPrior, samples: int = 8, solver: str | Solver = "cg",
+        scaling: Literal["none", "g-prior"] = "none", exclude: Iterable[str] = (), hyper: Iterable[str] = (),
+        curvature: Literal["outputs", "averaged"] = "outputs", offset: bool = True, together: int = 1,
+        generator: torch.Generator | None = None, ranks: Ranks | None = None,
+    ):  # fmt: skip
+        n_data = positive_integer("n_data", n_data)
+        samples = positive_integer("samples", samples)
+        together = positive_integer("together", together)
+        if scaling not in ("none", "g-prior"):
+            raise MarglikError(f"scaling must be none or g-prior, got {scaling!r}")
+        if curvature not in ("outputs", "averaged"):
+            raise MarglikError(f"curvature must be outputs or averaged, got {curvature!r}")
+        self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
+        self.n_data, self.samples, self.solver, self.scaling, self.offset = (
+            n_data, samples, solver_for(solver), scaling, offset
+        )  # fmt: skip
+        self.averaged = curvature == "averaged"
+        self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
+        self.ranks = ranks
+        weights = included(trainable(model, hyper), list(exclude))
+        prior.check(weights, hyperparameters_in(model, hyper))
+        self.layout = Layout(weights, prior.groups, prior.log_precision.numel())
+        self.linear = Linearised(model, self.layout, together)
+        self._like = next(iter(weights.values())).detach().flatten()[:1]
+        self._z: Tensor | None = None
+        self._mode: Mode | None = None
+        self._deviations: dict[int, Tensor] | None = None
+        self._u: Tensor | None = None
+        self._curvature_per_weight = 0.0
+        self._rows: Tensor | None = None
+        self._solved: Solved | None = None
+        self._fingerprint: Tensor | None = None  # of all that the samples depend on, when they were solved for
+        self._seed = 0
+
+    # -------------------------------------------------------------------------------------------------------- inference
+
+    def fit(self: Self, loader: Loader) -> Self:
+        """Draw new noise and solve for the samples and for the linear model's mode at the network's present weights.
+
+        loader: all data in batches; with "cg", noise in the data or averaged curvature the same batches every time
+        (shuffle=False).
+        """
+        self._seed = int(torch.randint(2**40, (), generator=self.generator))
+        self._z = self._mode = self._deviations = None
+        for _ in range(AVERAGED_FITS if self.averaged else 1):
+            self.refit(loader)
+        return self
+
+    def refit(self: Self, loader: Loader) -> Self:
+        """The same with the noise of before, from where the samples were: for weights or a prior that have moved."""
+        check_weights(self.model)
+        with self._undone_by_failure():
+            if self.averaged and self._z is not None:
+                self._deviations = self.system(loader).pushed(self._z)
+            old = self.linear.scale
+            self.linear.scale = None
+            system = self.system(loader)
+            if self.scaling == "g-prior":
+                diagonal = system.diagonal(self._like)
+                self.linear.scale = diagonal.clamp_min_(LEAST_CURVATURE).rsqrt_()
+            self._u = system.data_noise(self._like)  # E |u|^2 = tr M
+            self._curvature_per_weight = self._u.square().mean().item()
+            system = self.system(loader)
+            rows = self.solver.rows if isinstance(self.solver, ConjugateGradients) else 0
+            self._rows = root_rows(system, rows, self._like) if rows else None
+            rescale = None
+            if self._z is None:
+                self._z = system.prior_noise(range(self.samples), self._like)
+                self.layout.divided_(self._z, system.precision)
+            elif old is not None and self.linear.scale is not None:
+                rescale = old / self.linear.scale
+                if self._mode is not None:
+                    self._mode = replace(self._mode, theta=self._mode.theta * rescale)
+            self._solve(system, rescale)
+        return self
+
+    def _named(self, chosen: Tensor) -> str:
+        """Groups of the prior in words."""
+        names = [name for name, own in zip(self.prior.group_names, chosen.tolist(), strict=True) if own]
+        names = list(dict.fromkeys(names))  # groups of single elements have the name of their weight
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return f"the prior's group{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:NAMED]))}{more}"
+
+    @contextmanager
+    def _undone_by_failure(self) -> Iterator[None]:
+        """Everything as it was, if what is inside fails; samples that have moved already have to be fitted again."""
+        names = ("_z", "_mode", "_u", "_rows", "_curvature_per_weight", "_deviations", "_solved", "_fingerprint")
+        before = {name: getattr(self, name) for name in names}
+        scale, log_precision = self.linear.scale, self.prior.log_precision.detach().clone()
+        try:
+            yield
+        except BaseException:
+            moved = before["_z"] is not None and self._fingerprint is None
+            for name, value in before.items():
+                setattr(self, name, value)
+            self._fingerprint = None if moved else before["_fingerprint"]
+            self.linear.scale = scale
+            with torch.no_grad():
+                self.prior.log_precision.copy_(log_precision)
+            raise
+
+    def system(self, loader: Loader) -> System:
+        """The linear system of the samples, at the present weights and precision."""
+        return System(
+            self.linear,
+            self.likelihood,
+            self.prior,
+            loader,
+            self.n_data,
+            self.samples,
+            self._seed,
+            curvature_per_weight=self._curvature_per_weight,
+            deviations=self._deviations,
+            ranks=self.ranks,
+        )
+
+    def _solve(self, system: System, rescale: Tensor | None = None) -> None:
+        """Samples, their effective dimensions and residuals, and the mode, at the present precision.
+
+        rescale: factors [P] of the samples first. They move last, and each when it is known to be finite.
+        """
+        if not system.precision.isfinite().all():
+            raise MarglikError(
+                f"the precision of {self._named(~system.precision.isfinite())} is not finite; set the prior's "
+                "log_precision to a finite value"
+            )
+        mode = self._solve_mode(system)
+        z, parts = self._samples, []
+        for group in self._groups():
+            own = z[group.start : group.stop].clone()
+            parts.append(self._solve_group(system, group, own if rescale is None else own.mul_(rescale)))
+            self._fingerprint = None
+            z[group.start : group.stop] = own
+        self._mode, self._solved, self._fingerprint = mode, Solved.all(parts), self._present()
+
+    def _solve_mode(self, system: System) -> Mode:
+        model = LinearModel(system, self.offset)
+        start = model.origin if self._mode is None else self._mode.theta
+        if isinstance(self.solver, ConjugateGradients):
+            mode = newton(model, start, self.solver, self._preconditioner(system))
+        else:
+            mode = descend(model, start, self.solver)
+        self._check_solution(mode.theta.unsqueeze(0), "mode")
+        return mode
+
+    def _check_solution(self, vectors: Tensor, what: str) -> None:
+        """Raise an error that names a group with entries in vectors [k, P] that are not finite."""
+        sizes = self.layout.dots(vectors, vectors).sum(0)
+        if not sizes.isfinite().all():
+            raise MarglikError(
+                f"the {what} became infinite or NaN in {self._named(~sizes.isfinite())}; what was known before is "
+                "kept: use a wider dtype, a precision nearer to 1 or other solver settings"
+            )
+
+    def _groups(self) -> list[range]:
+        """Samples that are solved for at once: a fifth of them, which keeps the solver's vectors below k in number."""
+        size = min(self.samples, max(self.linear.together, self.samples // 5, 1))
+        return [range(s, min(s + size, self.samples)) for s in range(0, self.samples, size)]
+
+    def _preconditioner(self, system: System) -> Product | None:
+        """Rows of the data, if asked for; the stiffness of groups, if their precisions differ."""
+        if self._rows is not None:
+            return RowPreconditioner(system, self._rows)
+        return None if (system.stiffness == 1).all() else system.whitened
+
+    def _solve_group(self, system: System, group: range, z: Tensor) -> Solved:
+        """Move z [g, P] to the solutions.
+
+        With r = H z - b the error is at most |r|_{A^-1} / |z|_H, since |H^-1 r|_H <= |r|_{A^-1}.
+        """
+        assert self._u is not None
+        data = self._u[group.start : group.stop]
+        steps = self._move(system, group, z, data)
+        self._check_solution(z, "samples")
+        image = system.curvature(z)
+        function, decay = self.layout.dots(z, image), system.precision * self.layout.dots(z, z)
+        pull = data - image
+        pulled = self.layout.dots(pull, pull) / system.precision
+        del pull
+        target = system.prior_noise(group, self._like).add_(data)
+        residual = self.layout.add_(image, z, system.precision).sub_(target)
+        error = (self.layout.dots(residual, residual) / system.precision).sum(1) / (function + decay).sum(1)
+        weight = self.layout.counts.to(z.device) - decay
+        relative = (system.norm(residual) / system.norm(target)).squeeze(1)
+        return Solved(function, weight, pulled, relative, error.sqrt(), steps)
+
+    def _move(self, system: System, group: range, z: Tensor, data: Tensor) -> int:
+        """Move z [g, P] to the solutions by the solver; returns its steps."""
+        solver, noise = self.solver, system.prior_noise(group, self._like)
+        if isinstance(solver, ConjugateGradients):
+            target, precondition = noise.add_(data), self._preconditioner(system)
+            return conjugate_gradients(system.product, target, z, solver, precondition, system.norm)
+        # the prior's noise too: where it is larger than the data's, gradients are
+        lengths = [system.whitened(b).norm(dim=1, keepdim=True).double() for b in (data, noise)]
+        bound = solver.clip * torch.maximum(*lengths)
+        target = noise.add_(data) if solver.noise_in == "prior" else noise
+        rate = solver.rate or RATE / system.steepest(self._like)
+
+        def gradient(v: Tensor, batch: Any) -> Tensor:
+            return system.whitened_(system.gradient(v, batch, group, target, solver.noise_in))
+
+        return nesterov(gradient, system.steps, z, solver, rate, bound)
+
+    # ---------------------------------------------------------------------------------------------------------- results
+
+    @property
+    def _samples(self) -> Tensor:
+        if self._z is None:
+            raise MarglikError("there are no samples yet; call fit(loader) first")
+        return self._z
+
+    @property
+    def _results(self) -> Solved:
+        _ = self._samples
+        if self._solved is None:
+            raise MarglikError("the samples of a stored state are not complete; call refit(loader)")
+        return self._solved
+
+    @property
+    def weight_samples(self) -> Tensor:
+        """Samples of the weights' deviation from the mean [k, P], in the order of the network's parameters."""
+        return self._samples if self.linear.scale is None else self._samples * self.linear.scale
+
+    @property
+    def mode(self) -> Tensor:
+        """The linear model's own mode [P], divided by the feature scales where there are any."""
+        if self._mode is None:
+            raise MarglikError("there is no mode yet; call fit(loader) first")
+        return self._mode.theta
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `refit` starts from: the samples, the mode, the scales and the seed of their noise."""
+        mode = None if self._mode is None else self._mode.theta
+        return {"samples": self._z, "mode": mode, "scale": self.linear.scale, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a stored state; `refit(loader)` completes it."""
+        z, mode, device = state["samples"], state["mode"], self._like.device
+        if z is not None and z.shape != (self.samples, self.layout.size):
+            raise MarglikError(
+                f"expected {self.samples} samples of {self.layout.size} weights, got a state of {tuple(z.shape)}; "
+                "build the posterior for the same model, samples and exclude"
+            )
+        self._z = None if z is None else z.to(device)
+        self._mode = None if mode is None else Mode(mode.to(device), 0, float("inf"))
+        self.linear.scale = None if state["scale"] is None else state["scale"].to(device)
+        self._seed, self._fingerprint, self._solved = state["seed"], None, None
+
+    def _present(self) -> Tensor:
+        """A fingerprint of everything that the samples depend on besides the data."""
+        return checksum(p for module in self._modules() for p in module.parameters())
+
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return self.model, self.likelihood, self.prior
+
+    def _check_fit(self) -> None:
+        """Raise an error that names what has changed since the samples were solved for."""
+        _ = self._results
+        known = self._fingerprint
+        if known is None:
+            raise MarglikError("the samples do not belong to the present weights and prior; call refit(loader)")
+        words = ("network's weights", "likelihood's parameters", "prior's precisions")
+        present = self._present()
+        counts = [sum(1 for _ in module.parameters()) for module in self._modules()]
+        if len(known) != len(present):
+            raise MarglikError("the network has other parameters than when the samples were drawn; call refit(loader)")
+        for word, now, then in zip(words, present.split(counts), known.split(counts), strict=True):
+            if not torch.equal(now, then):
+                raise MarglikError(f"the {word} have changed since the samples were drawn; call refit(loader)")
+
+    def _placed(self, x: Any) -> Any:
+        return map_inputs(lambda t: t.to(self._like.device), x)

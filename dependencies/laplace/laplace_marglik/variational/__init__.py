@@ -1,0 +1,1 @@
+"""Variational objectives: the data-emphasised ELBO and what it is made of."""

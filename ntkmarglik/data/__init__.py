@@ -1,6 +1,0 @@
-"""Image data sets as tensors on the device: `load("mnist_r180", "data", n_data=1000, seed=1)`."""
-
-from .dataset import Dataset
-from .registry import DATASETS, load
-
-__all__ = ["DATASETS", "Dataset", "load"]

@@ -1,0 +1,1 @@
+"""Learning: methods, the training loop, evaluation, several processes."""

@@ -1,0 +1,142 @@
+"""One run in several processes, started by torchrun: how they meet, what the first does for all, weights in common.
+
+Every process draws the same random numbers and takes its own part of the work: data points of a batch, blocks of the
+evidence. One process alone makes no call of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from laplace_marglik import Ranks
+from ntkmarglik.errors import NtkMarglikError
+
+if TYPE_CHECKING:
+    from ntkmarglik.learn.methods import Method, Problem
+
+T = TypeVar("T")
+
+
+def world_size() -> int:
+    """Processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Number of this process on its machine, and so of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_size() -> int:
+    """Processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def restarts() -> int:
+    """How often `torchrun --max-restarts` has started the processes again, after one of them failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def refuse_several(program: str) -> None:
+    """For programs that would do everything several times, in one folder."""
+    if world_size() > 1:
+        raise NtkMarglikError(f"{program} runs in one process: start it with python instead of torchrun.")
+
+
+@contextlib.contextmanager
+def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks | None]:
+    """The ranks of this run, or None for a single process; the backend is that of the device.
+
+    timeout: seconds that a collective may take.
+    """
+    if world_size() == 1:
+        yield None
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout is an error that can be given a name
+    backend, wait = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
+    # torchrun may keep its store when it starts processes again: they must not find the addresses of those before
+    store, number, size = next(dist.rendezvous("env://", timeout=wait))
+    attempt = dist.PrefixStore(f"attempt {restarts()}", store)
+    dist.init_process_group(backend, store=attempt, rank=number, world_size=size, timeout=wait)
+    torch.manual_seed(seed + rank())  # of what a network draws by itself, as dropout does
+    ranks = Ranks()
+    yield ranks
+    # not after an error: the others may not answer
+    ranks.barrier("end")  # a rank that leaves early closes connections that others still use
+    dist.destroy_process_group()
+
+
+def by_first(ranks: Ranks | None, compute: Callable[[], T], step: str) -> T:
+    """What the first rank computes, for all of them; its errors are those of all."""
+    return compute() if ranks is None else ranks.from_first(compute, step)
+
+
+def named(ranks: Ranks | None, step: str) -> contextlib.AbstractContextManager[None]:
+    """A step of a run; if another rank does not answer in it, the error has its name."""
+    return contextlib.nullcontext() if ranks is None else ranks.named(step)
+
+
+def in_turn(compute: Callable[[Tensor], Tensor], batches: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
+    """Results [n, C] of all batches, one after the other; ranks take batches in turn."""
+    if ranks is None:
+        return torch.cat([compute(batch) for batch in batches])
+    own = {number: compute(batch) for number, batch in enumerate(batches) if ranks.owns(number)}
+    columns = int(ranks.largest(max([len(result[0]) for result in own.values()], default=0), "evaluation"))
+    results = [own.get(number, batch.new_zeros(len(batch), columns)) for number, batch in enumerate(batches)]
+    return ranks.sum(torch.cat(results), "evaluation")
+
+
+def together(gradients: Sequence[Tensor], ranks: Ranks, step: str) -> list[Tensor]:
+    """Sums of gradients over ranks, in one message."""
+    flat = ranks.sum(torch.cat([g.double().flatten() for g in gradients]), step)
+    pieces = flat.split([g.numel() for g in gradients])
+    return [piece.view_as(g).to(g.dtype) for piece, g in zip(pieces, gradients, strict=True)]
+
+
+class SharedLoss:
+    """A method's loss of a batch whose data points are shared out, with the gradient of the whole batch.
+
+    Each rank's loss counts n_r R / n, so that DistributedDataParallel, which averages gradients over the R ranks, gives
+    sum_r (n_r / n) grad_r however uneven the parts are.
+    """
+
+    def __init__(self, problem: Problem, method: Method, ranks: Ranks):
+        self.problem, self.ranks = problem, ranks
+        module = _Loss(problem.model, method)
+        self._parallel = DistributedDataParallel(module)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        n, own = len(y), self.ranks.spans(len(y))[self.ranks.rank]
+        n_own = own.stop - own.start
+        if not n_own:  # takes part in the reduction of gradients all the same
+            own = slice(0, 1)
+        sharing = getattr(self.problem.augment, "sharing", None)
+        with contextlib.nullcontext() if sharing is None else sharing(own.start, n):
+            return self._parallel(x[own], y[own]) * (n_own * self.ranks.size / n)
+
+
+class _Loss(nn.Module):
+    """A loss as a module whose parameters are all that it is differentiated in."""
+
+    def __init__(self, model: nn.Module, method: Method):
+        super().__init__()
+        self.model, self.besides = model, nn.ParameterList(method.parameters_of_loss())
+        self._method = method
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._method.loss(x, y)

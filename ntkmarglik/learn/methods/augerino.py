@@ -1,0 +1,36 @@
+"""Augerino: augmentation ranges learned with the weights by the training loss (Benton et al. 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from asdl_marglik import augmented
+from ntkmarglik.learn.methods.base import LearnsBy
+from ntkmarglik.learn.methods.map import Map
+
+
+class Augerino(Map):
+    """The MAP loss of the averaged network less a reward for wide ranges; prior fixed.
+
+    loss = -log p(y | mean_a f(g_a x)) + delta |w|^2 / 2N - r |eta|        (r: --augerino-regulariser)
+
+    Without the reward the loss prefers no augmentation, which fits the training data best.
+    """
+
+    learns_by: LearnsBy = "loss"
+
+    def parameters_of_loss(self) -> list[nn.Parameter]:
+        return [] if self.problem.augment is None else list(self.problem.augment.parameters())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        problem = self.problem
+        if problem.augment is None:
+            return super().loss(x, y)
+        seed = int(torch.randint(2**31, (), generator=problem.generator))
+        copies = augmented(problem.augment, x, seed)
+        f = problem.model(copies.flatten(0, 1)).unflatten(0, copies.shape[:2]).mean(1)
+        data = -self.ml.likelihood.log_prob(f, y).mean()
+        decay = problem.prior.penalty(self.ml.weights) / (2 * problem.data.n_data)
+        reward = torch.cat([p.flatten() for p in problem.augment.parameters()]).norm()
+        return data + decay - problem.config.hyperparameters.augerino_regulariser * reward

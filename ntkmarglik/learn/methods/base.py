@@ -1,0 +1,157 @@
+"""What the training loop needs of a method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from laplace_marglik import ClassPartition, Evidence, GaussianPrior, MarginalLikelihood, Partition, Ranks
+from ntkmarglik.problem.data import Dataset
+from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.runs.loggers import Metrics
+
+LearnsBy = Literal["nothing", "loss", "evidence", "samples"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A configured problem: data, network, and the modules whose parameters are hyperparameters."""
+
+    config: Config
+    data: Dataset
+    model: nn.Module
+    prior: GaussianPrior
+    augment: nn.Module | None
+    generator: torch.Generator  # columns, partitions and augmentations of the evidence
+    ranks: Ranks | None = None  # processes of torchrun
+
+    @property
+    def full_batch(self) -> bool:
+        """Whether all data are one block."""
+        return self.config.estimator.subset in (0, self.data.n_data)
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether the ranks work on one block together; else each has its own."""
+        return self.ranks is not None and (self.full_batch or self.config.estimator.shard_blocks)
+
+    @property
+    def blocks_per_step(self) -> int:
+        one_each = self.ranks is not None and not self.shares_blocks
+        return self.config.estimator.blocks_per_step or (self.ranks.size if one_each and self.ranks else 1)
+
+    def marginal_likelihood(self, structure: str) -> MarginalLikelihood:
+        estimator, budget = self.config.estimator, self.config.run.memory_budget * 1e9
+        return MarginalLikelihood(
+            self.model, "classification", n_data=self.data.n_data, prior=self.prior, structure=structure,
+            outputs=estimator.outputs or None, columns=estimator.columns, root=estimator.root, kfac=estimator.kfac,
+            augment=self.augment, generator=self.generator, memory_budget=budget or None,
+            ranks=self.ranks if self.shares_blocks else None,
+        )  # fmt: skip
+
+    def project(self) -> None:
+        """Bring the augmentation back to where it is defined; to be called after each of its steps."""
+        project = getattr(self.augment, "project_", None)
+        if project is not None:
+            project()
+
+    def partition(self) -> Partition:
+        """Blocks of the configured kind; all data when the subset is 0."""
+        estimator, data = self.config.estimator, self.data
+        options = {"columns": estimator.columns, "generator": self.generator}
+        subset, outputs = estimator.subset or None, estimator.outputs or None
+        if estimator.partition == "class":
+            return ClassPartition(data.y_train, data.n_classes, subset, outputs, **options)  # type: ignore[arg-type]
+        return Partition(data.n_data, data.n_classes, subset, outputs, **options)  # type: ignore[arg-type]
+
+
+@dataclass
+class Round:
+    """One round of hyperparameter steps: the optimisers to use and what came out."""
+
+    prior_optimizer: torch.optim.Optimizer | None
+    augment_optimizer: torch.optim.Optimizer | None
+    prior_steps: int
+    augment_steps: int
+    set_rates: Callable[[int], None]  # to be called before each step with its number
+    evidences: list[Evidence] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)  # what else is worth recording
+
+    @property
+    def steps(self) -> int:
+        return max(self.prior_steps, self.augment_steps)
+
+    def moving(self, step: int) -> list[torch.optim.Optimizer]:
+        """The optimisers that take this step."""
+        pairs = ((self.prior_optimizer, self.prior_steps), (self.augment_optimizer, self.augment_steps))
+        return [optimizer for optimizer, steps in pairs if optimizer is not None and step < steps]
+
+
+class Method(ABC):
+    """A loss for the weights, rounds of hyperparameter steps, and a final score."""
+
+    learns_by: LearnsBy = "evidence"  # where the steps of its hyperparameters come from
+    structure = "ntk"  # of the curvature by which its evidence is measured, or the name of another bound
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+
+    @property
+    def learns(self) -> bool:
+        """Whether it has a baseline: the same run without learning."""
+        return self.learns_by != "nothing"
+
+    @abstractmethod
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """What the weights minimise on a batch, per datum."""
+
+    def parameters_of_loss(self) -> list[nn.Parameter]:
+        """What the loss has gradients in, besides the weights."""
+        return []
+
+    @abstractmethod
+    def outputs(self, x: Tensor) -> Tensor:
+        """Logits for prediction."""
+
+    def learn(self, round_: Round) -> None:  # noqa: B027 - a method without hyperparameters takes no steps
+        """Take the round's hyperparameter steps and leave their evidences in it."""
+
+    def hyperparameters(self) -> list[nn.Parameter]:
+        """What is learned besides weights and augmentation: the prior, if its precision is learned by gradients."""
+        return list(self.problem.prior.parameters())
+
+    def progress(self) -> Evidence | None:
+        """The evidence at an evaluation, for methods that take no rounds of steps on it."""
+        return None
+
+    @abstractmethod
+    def evidence(self) -> Evidence:
+        """The final estimate of the log marginal likelihood of all data."""
+
+    @abstractmethod
+    def baseline(self, fixed: Problem) -> Method:
+        """The method with nothing learned that this one is compared with, measured in the same way if it can be."""
+
+    def describe(self) -> Metrics:
+        """Hyperparameters and numbers of its own, for the record of a run."""
+        return {}
+
+    def extras(self) -> Metrics:
+        """What the summary has of its own; asked for after the evidence."""
+        return self.describe()
+
+    def round_seconds(self) -> float | None:
+        """About how long a round takes, where it is not made of estimates of the evidence."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold besides model, prior, augmentation, optimisers and generators."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - most methods have nothing of their own
+        """Take up the state of a checkpoint."""

@@ -1,0 +1,1 @@
+"""The machine a program runs on: devices, speed, signals and exit codes."""

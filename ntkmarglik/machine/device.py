@@ -1,0 +1,77 @@
+"""What a run runs on: device, number format, threads and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+from collections.abc import Iterator
+
+import psutil
+import torch
+
+from ntkmarglik.learn.distributed import local_rank, local_size, world_size
+from ntkmarglik.problem.data import Dataset
+from ntkmarglik.programs.classify.config import Config
+
+SMALL_NETWORK = 100_000  # parameters
+SMALL_STEP = 1_000_000  # input values in a weight step
+
+
+def device_of(config: Config) -> torch.device:
+    """The device of a run."""
+    return device_named(config.run.device)
+
+
+def device_named(name: str) -> torch.device:
+    """The device asked for; a GPU, if there is one, for auto; to each process of torchrun its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, local_rank()) if name == "cuda" and world_size() > 1 else torch.device(name)
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """The number format of the network."""
+    return {"float32": torch.float32, "float64": torch.float64}[config.run.precision]
+
+
+def threads_for(config: Config, data: Dataset, n_parameters: int) -> int:
+    """The number of CPU threads asked for; for 0, one where the work is too small to be shared, else a core is left.
+
+    Threads wait for each other many times in every step. A second one gains a fifth for a small network, half for a
+    larger one, as long as each has a core to itself; with another program on one of the cores a step takes up to
+    twenty times as long as with one thread.
+    """
+    if config.run.threads:
+        return config.run.threads
+    copies = config.hyperparameters.aug_samples if config.hyperparameters.augment != "none" else 1
+    values = config.training.batch_size * copies * data.x_train[0].numel()
+    small = n_parameters < SMALL_NETWORK and values < SMALL_STEP
+    return 1 if small else max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1))
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Compute with this many CPU threads, then with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had; of a machine's memory, the share of one of its processes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available // local_size()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has used at one time."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

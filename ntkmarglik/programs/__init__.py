@@ -1,0 +1,1 @@
+"""The programs: each with its settings, its checks and its main function."""

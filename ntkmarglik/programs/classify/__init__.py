@@ -1,0 +1,1 @@
+"""Train an image classifier and learn its hyperparameters."""

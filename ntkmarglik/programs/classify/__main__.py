@@ -1,0 +1,8 @@
+"""`python -m ntkmarglik.programs.classify`: the same as classification_image.py."""
+
+import sys
+
+from ntkmarglik.programs.classify.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())

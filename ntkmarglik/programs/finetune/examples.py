@@ -1,0 +1,148 @@
+"""Labelled examples as they are in their files: pictures of any size, or texts."""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.problem.data.digits import PIXEL_MAX, read_digits
+from ntkmarglik.problem.data.hub import download
+from ntkmarglik.problem.data.parquet import IMAGE_COLUMNS, find_parquet
+from ntkmarglik.problem.data.sources import SOURCES, Source
+from ntkmarglik.problem.data.split import read_split
+
+ANY_SIZE = (3, 0, 0)
+PICTURES = {
+    "flowers102": Source("flowers102", "dpdl-benchmark/oxford_flowers102", ANY_SIZE, 102),
+    "pets37": Source("pets37", "timm/oxford-iiit-pet", ANY_SIZE, 37),
+}
+TEXTS = {"ag_news": Source("ag_news", "fancyzhx/ag_news", (0, 0, 0), 4)}
+NAMES = ("digits", *SOURCES, *PICTURES, *TEXTS)
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Inputs, each a picture [h, w, c] uint8, the bytes of a picture file, or a text; and labels [n] int64."""
+
+    inputs: np.ndarray | list[bytes] | list[str]
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def chosen(self, index: np.ndarray) -> Examples:
+        """Some of them, in the order of `index`."""
+        inputs = self.inputs
+        own = inputs[index] if isinstance(inputs, np.ndarray) else [inputs[i] for i in index]
+        return Examples(own, self.labels[index])
+
+    def picture(self, i: int) -> np.ndarray:
+        """Input i as a picture [h, w, 3] uint8; grey ones in three equal channels."""
+        from PIL import Image
+
+        source = self.inputs[i]
+        if isinstance(source, bytes):
+            try:
+                with Image.open(io.BytesIO(source)) as picture:
+                    return np.asarray(picture.convert("RGB"))
+            except (OSError, SyntaxError, ValueError) as error:
+                raise NtkMarglikError(f"A picture cannot be decoded ({error}); fetch its file again.") from error
+        assert isinstance(source, np.ndarray)
+        return np.repeat(source, 3, axis=2) if source.shape[2] == 1 else source
+
+
+def is_text(name: str) -> bool:
+    """Whether a data set is of texts."""
+    return name in TEXTS
+
+
+def read(name: str, root: Path) -> tuple[Examples, Examples, int]:
+    """Training and test examples of a data set and its number of classes, from `root` or downloaded to it."""
+    if name not in NAMES:
+        close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise NtkMarglikError(f"Unknown data set {name!r}.{hint} Known are {', '.join(NAMES)}.")
+    if name == "digits":
+        pairs = [((x * (255 / PIXEL_MAX)).round().astype(np.uint8), y) for x, y in read_digits()]
+        return Examples(*pairs[0]), Examples(*pairs[1]), 10
+    source = {**SOURCES, **PICTURES, **TEXTS}[name]
+    folder = Path(root) / source.folder
+    if name in SOURCES:
+        train, test = (Examples(*read_split(source, split, folder)) for split in ("train", "test"))
+    else:
+        columns = ("text",) if name in TEXTS else IMAGE_COLUMNS
+        train, test = (_cells(source, split, folder, columns) for split in ("train", "test"))
+    return train, test, source.n_classes
+
+
+def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> Examples:
+    """The cells of the first of `columns` that the Parquet files of a split have: texts, or bytes of pictures."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    inputs: list = []
+    labels: list[np.ndarray] = []
+    for path in find_parquet(folder, source.splits[split]) or download(source, split, folder):
+        try:
+            names = pq.read_schema(path).names
+            column = next((name for name in columns if name in names), None)
+            if column is None or source.label not in names:
+                raise NtkMarglikError(
+                    f"{path} should have a column {' or '.join(columns)} and a label column {source.label!r}, but has "
+                    f"{names}. Replace it by the file of the Hugging Face hub."
+                )
+            table = pq.read_table(path, columns=[column, source.label])
+        except (pa.ArrowException, OSError) as error:
+            raise NtkMarglikError(
+                f"{path} is not a readable Parquet file ({error}); it may be cut short. Delete it and fetch it again."
+            ) from error
+        cells = table[column].to_pylist()
+        inputs += [cell["bytes"] if isinstance(cell, dict) else cell for cell in cells]
+        labels.append(table[source.label].to_numpy().astype(np.int64))
+    found = np.concatenate(labels)
+    if not len(found) or found.min() < 0 or found.max() >= source.n_classes or any(i is None for i in inputs):
+        raise NtkMarglikError(
+            f"{folder}: every example of the {split} split should have an input and a label 0 ... "
+            f"{source.n_classes - 1}. Delete its files and fetch them again."
+        )
+    return Examples(inputs, found)
+
+
+def restricted(examples: Examples, classes: Sequence[int], n_classes: int) -> Examples:
+    """The examples with these labels, numbered anew in the order given; all for no labels."""
+    if not classes:
+        return examples
+    unknown = [c for c in classes if not 0 <= c < n_classes]
+    if unknown or len(set(classes)) != len(classes) or len(classes) < 2:
+        raise NtkMarglikError(
+            f"--classes must be at least two different labels of 0 ... {n_classes - 1}, but are "
+            f"{' '.join(map(str, classes))}."
+        )
+    kept = examples.chosen(np.flatnonzero(np.isin(examples.labels, classes)))
+    numbers = np.full(n_classes, -1)
+    numbers[list(classes)] = np.arange(len(classes))
+    return replace(kept, labels=numbers[kept.labels])
+
+
+def balanced(labels: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """Indices of a random subset with classes in equal parts, as far as there are enough; 0 takes all.
+
+    Subsets of one seed are nested: each class is put in a random order, and the classes take turns.
+    """
+    n = len(labels)
+    if not 0 <= size <= n:
+        raise NtkMarglikError(
+            f"--n-data must be between 1 and the {n} training examples (or 0 for all), but is {size}."
+        )
+    order = np.random.default_rng(seed).permutation(n)
+    turns = np.empty(n, np.int64)
+    for c in np.unique(labels):
+        own = order[labels[order] == c]
+        turns[own] = np.arange(len(own))
+    return order[np.argsort(turns[order], kind="stable")][: size or n]

@@ -1,0 +1,119 @@
+"""Which fits a method makes: the next one follows from the finished ones, so that a resumed search repeats itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.programs.finetune.config import Search
+from ntkmarglik.programs.finetune.objectives import DataEmphasized, Elbo, LaplaceEvidence, Map, Objective
+from ntkmarglik.programs.finetune.pretrained import INSTALL
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The settings of a fit: learning rate, and weight decays of backbone and head."""
+
+    rate: float
+    backbone_decay: float
+    head_decay: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished fit and its score, -inf if it diverged."""
+
+    candidate: Candidate
+    score: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a method searches.
+
+    scores: by its objective on the training data ("objective"), or on held-out data by their log-likelihood
+    ("held-out") or their conditional evidence ("clml"); then a last fit on all data follows. candidates: learning
+    rates, a grid with weight decays, or proposals of Bayesian optimisation.
+    """
+
+    objective: type[Objective]
+    scores: Literal["objective", "held-out", "clml"] = "objective"
+    candidates: Literal["rates", "grid", "optimised"] = "rates"
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether fits of the search leave some data out."""
+        return self.scores != "objective"
+
+    def n_fits(self, search: Search) -> int:
+        """All fits, the last one on all data included."""
+        grid = len(search.rates) * len(search.backbone_decays) * len(search.head_decays)
+        return {"rates": len(search.rates), "grid": grid, "optimised": search.trials}[self.candidates] + self.holds_out
+
+    def next(self, search: Search, done: Sequence[Result], seed: int) -> Candidate | None:
+        """The candidate of the next fit; None after the last one."""
+        if len(done) == self.n_fits(search):
+            return None
+        if self.holds_out and len(done) == self.n_fits(search) - 1:
+            return best(done).candidate
+        if self.candidates == "optimised":
+            return _proposed(search, done, seed)
+        decays = [(search.backbone_decay, search.head_decay)]
+        if self.candidates == "grid":
+            decays = list(itertools.product(search.backbone_decays, search.head_decays))
+        return [Candidate(rate, *pair) for rate, pair in itertools.product(search.rates, decays)][len(done)]
+
+
+def best(done: Sequence[Result]) -> Result:
+    """The fit with the highest score, the first of equals."""
+    found = max(done, key=lambda result: result.score)
+    if found.score == -math.inf:
+        raise NtkMarglikError(
+            f"Each of the {len(done)} fits diverged; try smaller learning rates (--rates, now "
+            f"{' '.join(f'{rate:g}' for rate in sorted({r.candidate.rate for r in done}))})."
+        )
+    return found
+
+
+def _proposed(search: Search, done: Sequence[Result], seed: int) -> Candidate:
+    """What a tree-structured Parzen estimator proposes after the finished fits."""
+    optuna = _optuna()
+    distributions = {
+        "rate": optuna.distributions.CategoricalDistribution(search.rates),
+        **{name: optuna.distributions.FloatDistribution(min(values), max(values), log=True) for name, values in
+           (("backbone_decay", search.backbone_decays), ("head_decay", search.head_decays))},
+    }  # fmt: skip
+    # built anew for every fit: the finished fits are all its state
+    study = optuna.create_study(
+        direction="maximize", sampler=optuna.samplers.TPESampler(seed=2**16 * seed + len(done), n_startup_trials=5)
+    )
+    worst = min((r.score for r in done if r.score > -math.inf), default=0.0)
+    for result in done:
+        score = max(result.score, worst - abs(worst) - 1)  # the estimator takes no infinities
+        trial = optuna.trial.create_trial(params=vars(result.candidate), distributions=distributions, value=score)
+        study.add_trial(trial)
+    return Candidate(**study.ask(distributions).params)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise NtkMarglikError(f"--method map-bo needs the optuna library: {INSTALL}") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+PLANS = {
+    "map": Plan(Map),
+    "map-gs": Plan(Map, "held-out", "grid"),
+    "map-bo": Plan(Map, "held-out", "optimised"),
+    "la-lml": Plan(LaplaceEvidence),
+    "la-clml": Plan(Map, "clml", "grid"),
+    "elbo": Plan(Elbo),
+    "de-elbo": Plan(DataEmphasized),
+}

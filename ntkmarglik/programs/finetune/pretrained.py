@@ -1,0 +1,165 @@
+"""Pretrained networks by the names of the transformers library, with a new head, and what makes inputs for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from laplace_marglik import GaussianPrior
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.programs.finetune.examples import Examples
+
+Inputs = Tensor | dict[str, Tensor]
+INSTALL = "pip install 'ntk-marglik[finetune]'"
+
+
+class Classifier(nn.Module):
+    """A transformers classifier as a function of one argument, pixels [n, 3, h, w] or a mapping of tokens, to logits.
+
+    Its parameters are `network.BACKBONE.*` and those of the head.
+    """
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    @property
+    def backbone(self) -> str:
+        """The name of the pretrained part."""
+        return f"network.{self.network.base_model_prefix}"
+
+    def forward(self, x: Inputs) -> Tensor:
+        if isinstance(x, Tensor):
+            return self.network(pixel_values=x).logits
+        mask = x["attention_mask"]
+        # The mask over keys that attention adds: made here, since gradients per datum cannot pass through its making.
+        hidden = torch.zeros_like(mask, dtype=self._dtype).masked_fill(mask == 0, torch.finfo(self._dtype).min)
+        return self.network(**{**x, "attention_mask": hidden[:, None, None, :]}).logits
+
+    def save(self, folder: Path) -> None:
+        """As a checkpoint that `load` reads."""
+        with _quiet():
+            self.network.save_pretrained(folder)  # type: ignore[operator]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.network.parameters()).dtype
+
+
+def load(checkpoint: str, n_classes: int, *, text: bool, seed: int) -> Classifier:
+    """The network of a checkpoint, in training mode, with a head for these classes drawn from the seed."""
+    transformers = library()
+    kind = transformers.AutoModelForSequenceClassification if text else transformers.AutoModelForImageClassification
+    with _explained(checkpoint, "network"), torch.random.fork_rng(), _quiet():
+        torch.manual_seed(seed)  # the library draws weights that a checkpoint lacks from torch's own generator
+        network = kind.from_pretrained(
+            checkpoint, num_labels=n_classes, ignore_mismatched_sizes=True, attn_implementation="eager",
+            dtype=torch.float32,
+        )  # fmt: skip
+    model = Classifier(network)
+    _renew_head(model, torch.Generator().manual_seed(seed))
+    return model.train()
+
+
+def _renew_head(model: Classifier, generator: torch.Generator) -> None:
+    """Forget the head's weights: a checkpoint may be of as many other classes."""
+    scale = getattr(model.network.config, "initializer_range", 0.02)
+    heads = [m for name, m in model.named_modules() if not f"{name}.".startswith(f"{model.backbone}.")]
+    for module in heads:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=scale, generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def l2_sp(model: Classifier, backbone: float, head: float) -> GaussianPrior:
+    """Independent Gaussians around the weights of the backbone as they are now, and around zero for the head.
+
+    backbone, head: their precisions, the usual weight decay times the number of data.
+    """
+    pattern = f"{model.backbone}.*"
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    weights = dict(model.named_parameters())
+    return GaussianPrior(
+        model, {pattern: "backbone", "*": "head"}, {"backbone": backbone, "head": head},
+        mean={name: weights[name] for name in names if name.startswith(f"{model.backbone}.")},
+    )  # fmt: skip
+
+
+class Preparation:
+    """Makes the inputs of a network from examples, as the checkpoint's own files say."""
+
+    def __init__(self, checkpoint: str, *, text: bool, max_length: int):
+        transformers = library()
+        kind = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
+        part = "tokenizer" if text else "image processor"
+        with _explained(checkpoint, part), _quiet():
+            self.processor = kind.from_pretrained(checkpoint)
+        self._text, self._max_length = text, max_length
+
+    def __call__(self, examples: Examples, index: np.ndarray) -> Inputs:
+        """Pixels of the chosen examples, or their tokens padded to the longest text."""
+        if not self._text:
+            pictures = [examples.picture(i) for i in index]
+            return self.processor(images=pictures, return_tensors="pt", input_data_format="channels_last")[
+                "pixel_values"
+            ]
+        longest = min(self._max_length, self.processor.model_max_length)
+        texts = [examples.inputs[i] for i in index]
+        return dict(self.processor(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt"))
+
+
+def library() -> Any:
+    """The transformers library, which only fine-tuning needs."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise NtkMarglikError(f"Fine-tuning needs the transformers library: {INSTALL}") from error
+    return transformers
+
+
+@contextlib.contextmanager
+def _explained(checkpoint: str, part: str) -> Iterator[None]:
+    """Errors of the library, in one sentence that says what to do."""
+    folder = Path(checkpoint)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise NtkMarglikError(f"--checkpoint {checkpoint}: the folder has no config.json; save_pretrained makes one.")
+    if not folder.is_dir() and (folder.is_absolute() or checkpoint.count("/") > 1 or checkpoint.startswith(".")):
+        raise NtkMarglikError(
+            f"--checkpoint {checkpoint}: there is no such folder, and it is not a hub name like OWNER/NAME."
+        )
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = f"The {part} of the checkpoint {checkpoint}"
+        if not folder.is_dir():
+            what = f"There is no folder {checkpoint}, and the {part} of the hub's network of that name"
+        raise NtkMarglikError(
+            f"{what} cannot be loaded ({reason}). Give a folder made by "
+            "save_pretrained of the network and of its image processor or tokenizer, or a hub name and a network."
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the library's reports, of which the new head is the subject."""
+    logging = library().logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+Prepare = Callable[[Examples, np.ndarray], Inputs]

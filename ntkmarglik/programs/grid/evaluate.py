@@ -1,0 +1,128 @@
+"""Values of a bound on the grid: the mean over the blocks of its partition."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from laplace_marglik import Block, Evidence, GaussianPrior, SpectralMarginalLikelihood
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.methods import Problem
+from ntkmarglik.problem.augment import ROTATION, AffineAugmentation
+from ntkmarglik.problem.data import Dataset
+from ntkmarglik.programs.grid.bound import Bound
+from ntkmarglik.programs.grid.config import Grid, GridConfig
+from ntkmarglik.programs.grid.copies import PairedCopies
+from ntkmarglik.programs.grid.kernel import STRUCTURES, Kernel
+
+
+def values_of(grid: Grid) -> list[float]:
+    """The hyperparameter's values."""
+    if grid.points < 1:
+        raise NtkMarglikError(f"--points must be at least 1, but is {grid.points}.")
+    found = np.logspace(-4, 4, grid.points) if grid.hyperparameter == "prior" else np.linspace(0, math.pi, grid.points)
+    return [float(value) for value in found]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The trained network with the hyperparameter that varies, and the data it was trained on."""
+
+    data: Dataset
+    model: nn.Module
+    prior: GaussianPrior
+    augment: PairedCopies | None
+
+    def marginal_likelihood(self, bound: Bound, kfac: Literal["expand", "reduce"]) -> SpectralMarginalLikelihood:
+        return SpectralMarginalLikelihood(
+            self.model, "classification", n_data=self.data.n_data, prior=self.prior, structure=bound.structure,
+            outputs=bound.n_columns, columns=cast(Literal["shared", "iid"], bound.columns), root=bound.ml_root,
+            augment=self.augment, kfac=kfac, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+
+
+def reference_of(problem: Problem, config: GridConfig) -> Reference:
+    """A trained problem made ready for the grid: number format, scalar prior or paired augmentation."""
+    dtype = getattr(torch, config.place.grid_precision)
+    data, old = problem.data, problem.augment
+    data = Dataset(data.name, data.x_train.to(dtype), data.y_train, data.x_test, data.y_test, data.n_classes)
+    model = copy.deepcopy(problem.model).to(dtype).eval()
+    augment = None
+    turning = config.grid.hyperparameter == "rotation"
+    if old is not None or turning:
+        if isinstance(old, AffineAugmentation) and old.flip:
+            raise NtkMarglikError("The network was trained with --flip, which a grid cannot repeat; use one without.")
+        eta = old.eta.detach() if isinstance(old, AffineAugmentation) else data.x_train.new_zeros(6)
+        seed = config.place.seed
+        augment = PairedCopies(config.reference.aug_samples, data.n_data, seed, eta.to(dtype))
+    if turning:
+        prior = copy.deepcopy(problem.prior).to(dtype)
+    else:
+        prior = GaussianPrior(model, "scalar")
+    return Reference(data, model, prior, augment)
+
+
+class Evaluator:
+    """Values of bounds at a network; `share` has one kernel of all rows serve every bound made of its blocks."""
+
+    def __init__(self, reference: Reference, config: GridConfig, *, share: bool):
+        self.reference, self.config, self.share = reference, config, share
+        self._kernel: tuple[float | None, Kernel] | None = None  # and the value it belongs to
+
+    def __call__(self, bound: Bound, values: list[float]) -> list[Evidence]:
+        """The bound at each value, averaged over blocks, with its standard error."""
+        blocks = bound.blocks(self.reference.data, self.config.place.seed, self.config.grid.blocks)
+        ml = self.reference.marginal_likelihood(bound, self.config.grid.kfac)
+        shared = self.share and bound.structure in STRUCTURES
+        with torch.no_grad():
+            if self.config.grid.hyperparameter == "prior":
+                found = (
+                    self._kernel_at(None).spectra(bound, blocks)
+                    if shared
+                    else [ml.spectrum(*self._data(block)) for block in blocks]
+                )
+                return [Evidence.mean([spectrum.evidence(value) for spectrum in found]) for value in values]
+            return [
+                Evidence.mean(
+                    self._kernel_at(value).evidences(bound, blocks)
+                    if shared
+                    else [self._turned(ml, value, block) for block in blocks]
+                )
+                for value in values
+            ]
+
+    def _data(self, block: Block) -> tuple[Tensor, Tensor, Block]:
+        """Inputs, targets and the block itself, its augmentations prepared."""
+        data = self.reference.data
+        if self.reference.augment is not None:
+            self.reference.augment.index = block.index
+        return data.x_train[block.index], data.y_train[block.index], block
+
+    def _turned(self, ml: SpectralMarginalLikelihood, value: float, block: Block) -> Evidence:
+        """A block at a rotation range; the other ranges stay as they were learned."""
+        self._turn(value)
+        x, y, _ = self._data(block)
+        return ml(x, y, block=block)
+
+    def _turn(self, value: float) -> None:
+        assert self.reference.augment is not None
+        self.reference.augment.eta[ROTATION] = value
+
+    def _kernel_at(self, value: float | None) -> Kernel:
+        """The kernel of all data: at a rotation range, or (None) as everything is."""
+        if self._kernel is None or self._kernel[0] != value:
+            self._kernel = None  # its memory is needed
+            if value is not None:
+                self._turn(value)
+            whole = Bound("ntk", self.reference.data.n_data, "all")
+            ml = self.reference.marginal_likelihood(whole, self.config.grid.kfac)
+            if self.reference.augment is not None:
+                self.reference.augment.index = torch.arange(self.reference.data.n_data)
+            self._kernel = value, Kernel.of(ml, self.reference.data.x_train, self.reference.data.y_train)
+        return self._kernel[1]

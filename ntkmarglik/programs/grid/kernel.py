@@ -1,0 +1,104 @@
+"""The kernel of all rows, computed once: every bound by the kernel is made of its diagonal blocks.
+
+log|A| <= sum_m log|A_m|,   A = I + U^T K U,   K = J P0^-1 J^T [N C, N C],   U [C, columns] a root for each datum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asdl_marglik import eigenvalues, log_det_identity_plus, mixed_gram
+from laplace_marglik import Block, Evidence, SpectralMarginalLikelihood, Spectrum
+from laplace_marglik.evidence.evidence import Status
+from ntkmarglik.programs.grid.bound import Bound
+
+STRUCTURES = ("ntk", "full")  # whose values are functions of the kernel
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """K of all N data and C outputs at one value of the hyperparameters, with the outputs f [N, C] there."""
+
+    ml: SpectralMarginalLikelihood
+    y: Tensor
+    f: Tensor
+    gram: Tensor  # [N C, N C]
+
+    @classmethod
+    def of(cls, ml: SpectralMarginalLikelihood, x: Tensor, y: Tensor) -> Kernel:
+        """One pass over all data with the prior as it is now; `ml` has the structure ntk and all outputs."""
+        f, gram = ml.gram(x, y)
+        return cls(ml, y, f, gram)
+
+    def spectra(self, bound: Bound, blocks: list[Block]) -> list[Spectrum]:
+        """The blocks as functions of the prior precision, of which K must have been computed with 1."""
+        square = self.ml.prior.scatter(self.ml.prior.squares(self.ml.weights)).detach()
+        return [
+            Spectrum(values, self._log_likelihood(block), square, block.n_blocks, _status(bound, block))
+            for group, grams in self._grams(bound, blocks)
+            for block, values in zip(group, eigenvalues(grams).clamp_min(0), strict=True)
+        ]
+
+    def evidences(self, bound: Bound, blocks: list[Block]) -> list[Evidence]:
+        """The blocks at the prior of K."""
+        scatter = self.ml.prior.scatter(self.ml.prior.squares(self.ml.weights)).detach()
+        return [
+            Evidence(
+                self._log_likelihood(block), scatter, block.n_blocks * log_det, block.n_blocks, _status(bound, block)
+            )
+            for group, grams in self._grams(bound, blocks)
+            for block, log_det in zip(group, log_det_identity_plus(grams), strict=True)
+        ]
+
+    def _log_likelihood(self, block: Block) -> Tensor:
+        return (
+            block.n_data_blocks * self.ml.likelihood.log_prob(self.f[block.index].double(), self.y[block.index]).sum()
+        )
+
+    @torch.no_grad()
+    def _grams(self, bound: Bound, blocks: list[Block]) -> Iterator[tuple[list[Block], Tensor]]:
+        """U^T K U of the rows of every block [blocks, rows, rows], blocks of the same data together.
+
+        The order of rows does not matter: data are taken in theirs, in which the whole kernel needs no copy.
+        """
+        groups: dict[tuple[int, ...], list[Block]] = {}
+        for block in blocks:
+            groups.setdefault(tuple(sorted(block.index.tolist())), []).append(block)
+        for data, group in groups.items():
+            columns = torch.stack([block.columns[block.index.argsort()] for block in group])
+            yield group, self._grams_of_data(bound, torch.tensor(data), columns)
+
+    def _grams_of_data(self, bound: Bound, index: Tensor, columns: Tensor) -> Tensor:
+        """Those of blocks of the same data, with the outputs `columns` [blocks, n, K] in them."""
+        likelihood, n_outputs = self.ml.likelihood, self.f.shape[1]
+        f, y = self.f[index].double(), self.y[index]
+        if bound.root == "paper":
+            rows = (index[:, None] * n_outputs + columns).flatten(1)
+            mixings = [likelihood.block_root(f, y, own) for own in columns]
+            return torch.stack([mixed_gram(self._cut(r), m) for r, m in zip(rows, mixings, strict=True)])
+        outputs = torch.arange(n_outputs)
+        gram = self._cut((index[:, None] * n_outputs + outputs).flatten())
+        if bound.outputs == "all":
+            contrasts = likelihood.contrasts(self.f.shape[1:])
+            if contrasts is None:
+                root = likelihood.block_root(f, y, outputs.expand(len(f), -1))
+            else:  # fewer rows than outputs
+                root = contrasts.mT @ likelihood.contrast_root(f, y)
+            return mixed_gram(gram, root).unsqueeze(0)
+        # the columns of a root, all of them mixed once, are cut out for each block
+        mixed = mixed_gram(gram, likelihood.root(f, y, bound.ml_root, outputs.expand(len(f), -1)))
+        rows = (torch.arange(len(f))[:, None] * n_outputs + columns).flatten(1)
+        return torch.stack([mixed[r][:, r] for r in rows])
+
+    def _cut(self, rows: Tensor) -> Tensor:
+        return (self.gram if len(rows) == len(self.gram) else self.gram[rows][:, rows]).double()
+
+
+def _status(bound: Bound, block: Block) -> Status:
+    if block.n_blocks == 1:
+        return "exact"
+    return "approximation" if bound.root == "paper" else "bound"

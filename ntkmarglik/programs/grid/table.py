@@ -1,0 +1,131 @@
+"""The csv of a grid: one row per bound and value, and at its top the commands that made it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from laplace_marglik import Evidence
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.programs.grid.bound import Bound
+from ntkmarglik.programs.grid.config import GridConfig, parse
+from ntkmarglik.runs import checkpoint
+
+BOUND = tuple(f.name for f in fields(Bound))
+COLUMNS = (
+    "hyperparameter", "value", *BOUND, "status", "n_data", "n_blocks", "blocks_used", "log_marglik", "standard_error",
+    "log_likelihood", "scatter", "log_det_ratio",
+)  # fmt: skip
+NETWORK, BOUNDS = "# network: ", "# bounds: "
+# settings that choose rows (each says how many blocks it used) or places; all others change values, and rows with
+# different ones must not be mixed in a file
+FREE = {
+    *(
+        "structures",
+        "subsets",
+        "outputs",
+        "columns",
+        "partitions",
+        "roots",
+        "blocks",
+        "exact",
+        "checkpoint",
+        "data_root",
+    ),
+    *("device", "threads", "out", "memory_budget", "dry_run"),
+}
+Row = dict[str, str]
+
+
+@dataclass
+class Table:
+    """A csv file that is whole at any moment: every addition replaces it."""
+
+    path: Path
+    commands: list[str]
+    rows: list[Row]
+
+    @classmethod
+    def open(cls, path: Path, network: str, config: GridConfig) -> Table:
+        """The rows that are there already, if they are of the same network and settings; else an error."""
+        bounds = BOUNDS + portable(config).command()
+        if not path.exists():
+            return cls(path, [NETWORK + network, bounds], [])
+        commands, rows = read(path)
+        other = f"{path} holds other results; choose another folder with --out, or delete that file to replace them."
+        if not commands or commands[0] != NETWORK + network:
+            raise NtkMarglikError(f"{other} Their network: {commands[0] if commands else 'not named'}")
+        for command in commands[1:]:
+            stored = parse(shlex.split(command.removeprefix(BOUNDS))[2:]).flat()
+            for name, value in config.flat().items():
+                if name not in FREE and stored[name] != value:
+                    raise NtkMarglikError(f"{other} There --{name.replace('_', '-')} is {stored[name]}, here {value}.")
+        return cls(path, [*commands, *([] if bounds in commands else [bounds])], rows)
+
+    def missing(self, bound: Bound, values: Iterable[float]) -> list[float]:
+        """Values of the grid at which a bound has not been evaluated."""
+        own = {name: str(value) for name, value in asdict(bound).items()}
+        there = {row["value"] for row in self.rows if all(row[name] == own[name] for name in BOUND)}
+        return [value for value in values if written(value) not in there]
+
+    def add(self, rows: list[Row]) -> None:
+        """Add rows; whatever happens, the file has all of them or none."""
+        self.rows.extend(rows)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        content = "".join(f"{command}\n" for command in self.commands) + text.getvalue()
+        try:
+            checkpoint.replace(self.path, content.encode())
+        except OSError as error:
+            raise NtkMarglikError(
+                f"{self.path} cannot be written ({error.strerror}); make room or choose another folder with --out. The "
+                "same command continues from what is there."
+            ) from error
+
+
+def row(hyperparameter: str, value: float, bound: Bound, evidence: Evidence, n_data: int, used: int) -> Row:
+    """One line of the file; evidences are of all data, in nats."""
+    error = evidence.standard_error
+    return {
+        "hyperparameter": hyperparameter, "value": written(value),
+        **{name: str(setting) for name, setting in asdict(bound).items()},
+        "status": evidence.status, "n_data": str(n_data), "n_blocks": f"{evidence.n_blocks:g}",
+        "blocks_used": str(used), "log_marglik": written(evidence.total.item()),
+        "standard_error": "" if error is None else written(error),
+        "log_likelihood": written(evidence.log_likelihood.item()), "scatter": written(evidence.scatter.item()),
+        "log_det_ratio": written(evidence.log_det_ratio.item()),
+    }  # fmt: skip
+
+
+def read(path: Path) -> tuple[list[str], list[Row]]:
+    """The commands and the rows of a file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise NtkMarglikError(f"{path} cannot be read ({error.strerror}); bound_grid.py makes such files.") from error
+    commands = [line for line in lines if line.startswith("#")]
+    found = csv.DictReader(line for line in lines if not line.startswith("#"))
+    if tuple(found.fieldnames or ()) != COLUMNS:
+        raise NtkMarglikError(f"{path} is not a file of bound_grid.py: its columns are {found.fieldnames}.")
+    return commands, list(found)
+
+
+def written(value: float) -> str:
+    """A number as it stands in the file."""
+    return f"{value:.10g}"
+
+
+def portable(config: GridConfig) -> GridConfig:
+    """The settings without those of this machine."""
+    given = config.reference.checkpoint
+    defaults = GridConfig()
+    return config.updated(
+        data_root=defaults.problem.data_root, out=None, memory_budget=0.0, threads=1, dry_run=False,
+        checkpoint=None if given is None else Path(given.name),
+    )  # fmt: skip

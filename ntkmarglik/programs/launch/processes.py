@@ -1,0 +1,47 @@
+"""A job of several processes: what `torchrun` does, called from the process of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.launch.job import INTERRUPTED
+
+MODULE = "ntkmarglik.programs.classify"  # what Config.script runs, wherever that is
+MEETING = ("standalone", "rdzv_endpoint", "rdzv_id", "master_port")  # options that say where processes meet
+
+
+def checked(options: Sequence[str]) -> tuple[str, ...]:
+    """Options of torchrun, refused if it would; without a place to meet, jobs on one machine choose free ones."""
+    from torch.distributed.run import get_args_parser
+
+    parser, said = get_args_parser(), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            given = parser.parse_args([*options, Config.script])
+    except SystemExit:
+        reason = said.getvalue().strip().rpartition("error: ")[2] or "--help makes no run"
+        raise NtkMarglikError(f"torchrun refuses its options: {reason}.") from None
+    if given.training_script != Config.script or given.module or given.no_python:
+        raise NtkMarglikError(f"a line is `torchrun ... {Config.script} ...`, without -m or --no-python.")
+    meets = any(getattr(given, name) != parser.get_default(name) for name in MEETING)
+    return tuple(options) if meets or given.nnodes != parser.get_default("nnodes") else ("--standalone", *options)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Options of torchrun, the program's name and its flags, as in the line; returns the exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        split = list(arguments).index(Config.script)
+        torchrun([*arguments[:split], "--module", MODULE, *arguments[split + 1 :]])
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode or 1
+    except SignalException:
+        return INTERRUPTED
+    return 0

@@ -1,0 +1,190 @@
+"""All lines of a command file as jobs: submitted, watched, tried again, and found again by the next launcher."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import submitit
+
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.programs.launch.executors import Executor, Ticket
+from ntkmarglik.programs.launch.job import Job
+from ntkmarglik.runs import checkpoint
+
+Status = Literal["queued", "running", "done", "failed"]
+
+
+class Task(Protocol):
+    """What a line has to know about itself."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def command(self) -> str: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    def job(self) -> Job: ...
+
+    def finished(self) -> bool: ...
+
+    def progress(self) -> str: ...
+
+
+@dataclass
+class Entry:
+    """A line and what has become of it."""
+
+    task: Task
+    before: Entry | None  # has to be done first: it works in the same folder
+    status: Status = "queued"
+    failures: int = 0
+    ticket: Ticket | None = None  # of its job, if it has one now
+    job: submitit.Job[int] | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"line {self.task.number}, {self.task.folder}"
+
+
+class Sweep:
+    """The jobs of some lines.
+
+    folder: of `state.json`, with the tickets of submitted jobs, and `jobs/`, with submitit's files and logs.
+    retries: how often a line that failed is tried again.
+    """
+
+    def __init__(self, tasks: Sequence[Task], executor: Executor, folder: Path, retries: int):
+        self.executor, self.folder, self.retries = executor, folder, retries
+        self.entries: list[Entry] = []
+        self.removed: dict[str, Ticket] = {}  # jobs of lines that are no longer in the file
+        last: dict[Path, Entry] = {}
+        for task in tasks:
+            entry = Entry(task, last.get(task.folder))
+            last[task.folder] = entry
+            self.entries.append(entry)
+        self._recall()
+        for entry in self.entries:
+            if entry.ticket is None and entry.task.finished():
+                entry.status = "done"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do or to wait for."""
+        return all(entry.status in ("done", "failed") for entry in self.entries)
+
+    @property
+    def submitted(self) -> int:
+        """How many jobs there are now, also of a launcher before."""
+        return sum(entry.ticket is not None for entry in self.entries)
+
+    def counts(self) -> dict[Status, int]:
+        """How many lines are in which state."""
+        states: tuple[Status, ...] = ("queued", "running", "done", "failed")
+        return {status: sum(entry.status == status for entry in self.entries) for status in states}
+
+    def step(self) -> list[str]:
+        """Look after all jobs and submit what can be; returns what has changed, in words."""
+        return [*self._watch(), *self._submit()]
+
+    def stop(self) -> int:
+        """End the jobs; returns how many there were."""
+        tickets = [*(entry.ticket for entry in self.entries if entry.ticket is not None), *self.removed.values()]
+        for ticket in tickets:
+            self.executor.stop(ticket)
+        for entry in self.entries:
+            entry.ticket = entry.job = None
+        self.removed = {}
+        self._save()
+        return len(tickets)
+
+    def _watch(self) -> Iterator[str]:
+        for entry in self.entries:
+            if entry.ticket is None:
+                continue
+            job = entry.job = entry.job or self.executor.attach(entry.ticket)
+            status = self.executor.status(job)
+            if status == "ended":
+                entry.ticket = entry.job = None
+                yield self._ended(entry, job)
+                self._save()
+            elif status != entry.status:
+                entry.status = status
+                yield f"{entry}: {status} (job {job.job_id})"
+
+    def _ended(self, entry: Entry, job: submitit.Job[int]) -> str:
+        reason, again = self.executor.failure(job)
+        if not reason or entry.task.finished():
+            entry.status, entry.note = "done", ""
+            return f"{entry}: done"
+        entry.failures += again != "free"
+        entry.note = f"{reason} (log: {job.paths.stderr})"
+        left = self.retries + 1 - entry.failures
+        if again == "never" or left <= 0:
+            entry.status = "failed"
+            return f"{entry}: failed: {entry.note}"
+        entry.status = "queued"
+        return f"{entry}: ended early, to be continued ({left} more {'try' if left == 1 else 'tries'}): {entry.note}"
+
+    def _submit(self) -> Iterator[str]:
+        ready = []
+        for entry in self.entries:
+            if entry.status != "queued" or entry.ticket is not None:
+                continue
+            if entry.before is not None and entry.before.status == "failed":
+                entry.status, entry.note = "failed", f"line {entry.before.task.number}, which comes first, failed"
+                yield f"{entry}: failed: {entry.note}"
+            elif entry.before is None or entry.before.status == "done":
+                ready.append(entry)
+        taken = {entry.ticket.slot for entry in self.entries if entry.ticket is not None}
+        free = (slot for slot in itertools.count() if slot not in taken)
+        room = max(0, self.executor.limit - self.submitted)
+        batches = [ready] if self.executor.together and ready else [[entry] for entry in ready[:room]]
+        for batch in batches:  # each is written down before the next
+            slots = list(itertools.islice(free, len(batch)))
+            tickets = self.executor.submit([entry.task.job() for entry in batch], self.folder / "jobs", slots)
+            for entry, ticket in zip(batch, tickets, strict=True):
+                entry.ticket = ticket
+            self._save()
+            yield from (f"{entry}: submitted (job {ticket.id})" for entry, ticket in zip(batch, tickets, strict=True))
+
+    def _save(self) -> None:
+        kept = {command: (0, ticket) for command, ticket in self.removed.items()} | {
+            entry.task.command: (entry.failures, entry.ticket)
+            for entry in self.entries
+            if entry.ticket or (entry.failures and entry.status != "done")
+        }
+        lines = {command: {"failures": n, "ticket": ticket and asdict(ticket)} for command, (n, ticket) in kept.items()}
+        state = {"executor": self.executor.name, "place": str(Path.cwd()), "lines": lines}
+        checkpoint.replace(self.folder / "state.json", (json.dumps(state, indent=1) + "\n").encode())
+
+    def _recall(self) -> None:
+        """Take over the jobs of the launcher before; what it gave up has all its tries again."""
+        path = self.folder / "state.json"
+        if not path.exists():
+            return
+        state = json.loads(path.read_text())
+        stored = {command: line for command, line in state["lines"].items() if line["ticket"]}
+        ours = {"executor": self.executor.name, "place": str(Path.cwd())}
+        for name, value in ours.items():
+            if stored and state[name] != value:
+                raise NtkMarglikError(
+                    f"{path} has {len(stored)} jobs of {name} {state[name]}, but this is {value}; follow or stop them "
+                    "there first."
+                )
+        for entry in self.entries:
+            line = state["lines"].get(entry.task.command)
+            if line is not None:
+                entry.failures = line["failures"] if line["failures"] <= self.retries else 0
+                entry.ticket = Ticket(**line["ticket"]) if line["ticket"] else None
+        for command in stored.keys() - {entry.task.command for entry in self.entries}:
+            ticket = Ticket(**stored[command]["ticket"])
+            if self.executor.status(self.executor.attach(ticket)) != "ended":
+                self.removed[command] = ticket

@@ -1,0 +1,1 @@
+"""Run folders: metrics, checkpoints, summaries, tables, loggers."""

@@ -1,0 +1,133 @@
+"""Rows of tables and figures, one per run or one per evaluated epoch, read from run folders or csv files."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import shutil
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.grid.config import CSV as GRID_CSV
+from ntkmarglik.programs.paper.experiments import label_of
+from ntkmarglik.runs.folder import read_metrics, read_summary
+
+Row = dict[str, Any]
+IDENTITY = ("dataset", "model", "n_data", "estimator", "augment", "seed")
+RUN_COLUMNS = (
+    *IDENTITY, "test_accuracy", "test_log_likelihood", "test_ece", "train_log_likelihood", "log_marglik",
+    "log_marglik_status", "seconds_weights", "seconds_hyper", "seconds_round", "command",
+)  # fmt: skip
+TRACE_COLUMNS = (*IDENTITY, "epoch", "log_marglik", "test_log_likelihood", "test_accuracy", "command")
+
+
+def run_folders(given: Iterable[Path]) -> list[Path]:
+    """Finished runs in the given folders: themselves, the runs one level below, and the baselines of both."""
+    found = [f for path in given for f in (path, *sorted(p for p in path.glob("*") if p.name != "baseline"))]
+    return [f for path in found for f in (path, path / "baseline") if read_summary(f) is not None]
+
+
+def config_of(folder: Path) -> Config:
+    """The settings of a run without where it ran, which is not part of what it is."""
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    known = {name: value for name, value in settings.items() if name in Config().flat()}
+    elsewhere = {name: Config().flat()[name] for name in ("out", "data_root", "resume", "device", "threads", "wandb")}
+    return Config().updated(**{**known, **elsewhere, "data_root": Config().problem.data_root})
+
+
+def run_row(folder: Path) -> Row:
+    """The summary of one run, with the command that made it."""
+    config = config_of(folder)
+    return {
+        **(read_summary(folder) or {}),
+        "estimator": label_of(config),
+        "augment": config.hyperparameters.augment,
+        "seconds_round": seconds_of_a_round(folder),
+        "command": config.command(),
+    }
+
+
+def trace_rows(folder: Path) -> list[Row]:
+    """Evidence, as last estimated, and test metrics at every epoch with an evaluation; the command in the first row."""
+    run, evidence = run_row(folder), None
+    rows: list[Row] = []
+    for metrics in read_metrics(folder):
+        evidence = metrics.get("log_marglik", evidence)
+        if "test_log_likelihood" in metrics:
+            found = {name: metrics[name] for name in ("epoch", "test_log_likelihood", "test_accuracy")}
+            command = "" if rows else run["command"]
+            rows.append(
+                {**{name: run[name] for name in IDENTITY}, **found, "log_marglik": evidence, "command": command}
+            )
+    return rows
+
+
+def seconds_of_a_round(folder: Path) -> float | None:
+    """Median time of a round of hyperparameter steps but the first, in which the network is looked at; None without."""
+    totals = [m["seconds_hyper"] for m in read_metrics(folder) if "log_marglik" in m]
+    rounds = [later - earlier for earlier, later in itertools.pairwise(totals)]
+    return statistics.median(rounds) if any(rounds) else None
+
+
+def write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Rows as csv; numbers with as many digits as a figure can show."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def collect(runs: Path, target: Path) -> None:
+    """For each folder of runs, `runs/bound-prior`, the files runs_bound_prior.csv and traces_bound_prior.csv.
+
+    A bound grid, `runs/bound-grid-prior`, already has its csv: bound_grid_prior.csv.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for experiment in sorted(path for path in runs.glob("*") if path.is_dir()):
+        if (experiment / GRID_CSV).exists():
+            shutil.copy(experiment / GRID_CSV, target / f"{experiment.name.replace('-', '_')}.csv")
+            continue
+        name, folders = experiment.name.replace("-", "_"), run_folders([experiment])
+        if folders and read_summary(experiment) is None:
+            write(target / f"runs_{name}.csv", RUN_COLUMNS, map(run_row, folders))
+            traces = [row for folder in folders for row in trace_rows(folder)]
+            write(target / f"traces_{name}.csv", TRACE_COLUMNS, traces)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a csv file, as text."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows with equal values in the named columns together, in order of first appearance."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+def values(rows: Iterable[Row], name: str) -> list[float]:
+    """The numbers of a column; empty cells are left out."""
+    return [float(row[name]) for row in rows if row.get(name) not in (None, "")]
+
+
+def mean_and_error(numbers: Sequence[float]) -> tuple[float, float | None]:
+    """Mean over seeds and its standard error; None for a single seed."""
+    error = statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else None
+    return statistics.mean(numbers), error
+
+
+def as_text(numbers: Sequence[float], digits: int) -> str:
+    """Mean ± standard error."""
+    if not numbers:
+        return "-"
+    mean, error = mean_and_error(numbers)
+    return f"{mean:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")

@@ -1,0 +1,8 @@
+"""Evaluate bounds of the evidence over a grid of prior precisions or rotation ranges: see --help."""
+
+import sys
+
+from ntkmarglik.programs.grid.run import main
+
+if __name__ == "__main__":
+    sys.exit(main())
