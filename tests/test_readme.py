@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,16 @@ def test_the_commands_of_tables_and_figures_exist():
 
 
 def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    texts = [path.read_text() for path in DOCUMENTS]
+    return [block for text in texts for block in re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)]
+
+
+def test_the_site_is_built_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "estimators/index.html").exists() and (tmp_path / "illustrations/bounds_ntk.png").exists()
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: f"{len(code.splitlines())} lines")
