@@ -31,7 +31,9 @@ def refresh(source: str, runs: Path, project: str, data: Path) -> None:
 
 
 def draw(names: list[str], data: Path, out: Path) -> int:
-    """Draw the named figures, or all that have their data; returns how many of the named could not be drawn."""
+    """Draw the named figures, or all that have their data; returns how many of the named could not
+    be drawn.
+    """
     failed = 0
     out.mkdir(parents=True, exist_ok=True)
     for name in dict.fromkeys(NUMBERS.get(name, name) for name in names) or FIGURES:
@@ -45,18 +47,35 @@ def draw(names: list[str], data: Path, out: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--figures", nargs="+", choices=[*FIGURES, *NUMBERS], default=[], metavar="NAME",
-        help=f"{', '.join(FIGURES)}, or a number of the paper: {', '.join(NUMBERS)}; by default all that have data",
-    )  # fmt: skip
+        "--figures",
+        nargs="+",
+        choices=[*FIGURES, *NUMBERS],
+        default=[],
+        metavar="NAME",
+        help=f"{', '.join(FIGURES)}, or a number of the paper: {', '.join(NUMBERS)}; by default "
+        "all that have data",
+    )
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the png files")
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the csv files")
     parser.add_argument(
-        "--source", choices=("csv", "runs", "wandb"), default="csv", help="first write the csv from these"
+        "--source",
+        choices=("csv", "runs", "wandb"),
+        default="csv",
+        help="first write the csv from these",
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder with a folder of runs per experiment")
-    parser.add_argument("--wandb-project", default="ntk-marglik", help="entity/project, for --source wandb")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("runs"),
+        help="folder with a folder of runs per experiment",
+    )
+    parser.add_argument(
+        "--wandb-project", default="ntk-marglik", help="entity/project, for --source wandb"
+    )
     given = parser.parse_args()
     try:
         refresh(given.source, given.runs, given.wandb_project, given.data)

@@ -20,7 +20,9 @@ PRIOR_STEPS = 50
 
 @dataclass
 class Row:
-    """A measurement: so many `unit`s, so many megabytes, and what both should be (nan: no target)."""
+    """A measurement: so many `unit`s, so many megabytes, and what both should be (nan: no
+    target).
+    """
 
     estimator: str
     units: float
@@ -34,18 +36,28 @@ class Row:
     def verdict(self) -> str:
         missed = [
             f"{name} x{got / target:.2f}"
-            for name, got, target in (("time", self.units, self.target_units), ("memory", self.peak_mb, self.target_mb))
+            for name, got, target in (
+                ("time", self.units, self.target_units),
+                ("memory", self.peak_mb, self.target_mb),
+            )
             if got > target
         ]
         known = not math.isnan(self.target_units) or not math.isnan(self.target_mb)
         return ", ".join(missed) if missed else "met" if known else "-"
 
     def __str__(self) -> str:
-        numbers = [f"{self.units:6.2f}", f"{self.target_units:6.1f}", f"{self.peak_mb:6.0f}", f"{self.target_mb:9.0f}"]
-        return f"{self.estimator:<50} {' '.join(numbers).replace('nan', '  -')}  {self.verdict:<26} {self.unit}"
+        numbers = [
+            f"{self.units:6.2f}",
+            f"{self.target_units:6.1f}",
+            f"{self.peak_mb:6.0f}",
+            f"{self.target_mb:9.0f}",
+        ]
+        known = " ".join(numbers).replace("nan", "  -")
+        return f"{self.estimator:<50} {known}  {self.verdict:<26} {self.unit}"
 
 
-# Memory targets, in megabytes ------------------------------------------------------------------------------------
+# Memory targets, in megabytes
+# ------------------------------------------------------------------------------------
 
 
 def rows_and_chunk(case: Case) -> float:
@@ -66,7 +78,8 @@ def at_most(megabytes: float) -> Callable[[Case], float]:
     return lambda case: megabytes
 
 
-# The table --------------------------------------------------------------------------------------------------------
+# The table
+# --------------------------------------------------------------------------------------------------
 
 TARGETS: dict[Case, tuple[float, Callable[[Case], float]]] = {
     Case("resnet", "ntk", 50): (2.2, rows_and_chunk),
@@ -89,8 +102,8 @@ TARGETS: dict[Case, tuple[float, Callable[[Case], float]]] = {
 }
 CACHED = (Case("resnet", "ntk", 150), Case("mininet", "ntk", 150))
 ELBO = tuple(Case(model, "ntk", 50) for model in ("resnet", "wrn", "mininet"))
-# with the data of two memory measurements: no fewer than the widest factor has inputs, from where on factors are sums;
-# for many classes, as many as time allows
+# with the data of two memory measurements: no fewer than the widest factor has inputs, from where
+# on factors are sums; for many classes, as many as time allows
 STREAMED = {
     Case("mininet", "kfac", 500, 2, None): (1200, 2400),
     Case("resnet", "kfac", 100, 2, None): (1200, 2400),
@@ -113,7 +126,9 @@ def _short(case: Case) -> str:
 
 
 def cached(case: Case, memory: bool) -> Iterator[Row]:
-    """A further prior step on a cached block in milliseconds, and 50 of them in passes over the block."""
+    """A further prior step on a cached block in milliseconds, and 50 of them in passes over the
+    block.
+    """
     s = setup(case)
     s.ml.describe(s.x)
     evidence = s.ml.cached(s.x, s.y)
@@ -129,7 +144,13 @@ def cached(case: Case, memory: bool) -> Iterator[Row]:
     name = _short(case)
     yield Row(f"further prior step, {name}", 1000 * steps / PRIOR_STEPS, 1.5, "ms", unit_ms=1.0)
     target = math.nan if case.model == "mininet" else 1.0
-    yield Row(f"{PRIOR_STEPS} prior steps, {name}", steps / fit, target, "pass over the block", unit_ms=1000 * fit)
+    yield Row(
+        f"{PRIOR_STEPS} prior steps, {name}",
+        steps / fit,
+        target,
+        "pass over the block",
+        unit_ms=1000 * fit,
+    )
 
 
 def _elbo_name(case: Case) -> str:
@@ -142,7 +163,10 @@ def elbo(case: Case, memory: bool) -> Row:
     row = Row(_elbo_name(case), seconds / step, 1.25, "training step", unit_ms=1000 * step)
     if memory:  # two more copies of the weights at most: noise and perturbed weights
         copies = 3 * 4e-6 * sum(p.numel() for p in setup(case).model.parameters())
-        row.peak_mb, row.target_mb = measure.peak_mb(elbo_step, case), measure.peak_mb(training_step, case) + copies
+        row.peak_mb, row.target_mb = (
+            measure.peak_mb(elbo_step, case),
+            measure.peak_mb(training_step, case) + copies,
+        )
     return row
 
 
@@ -162,7 +186,13 @@ def streamed(case: Case, few: int, many: int, memory: bool) -> Row:
     seconds, f = measure.cpu_seconds(full_batch(case), forward)
     unit = (3 + case.classes) * f * case.inputs / len(inputs)
     name = _streamed_name(case)
-    row = Row(name, seconds / unit, 1.5, f"(3 + C) F per datum; MB: N={many}, target: N={few}", unit_ms=1000 * unit)
+    row = Row(
+        name,
+        seconds / unit,
+        1.5,
+        f"(3 + C) F per datum; MB: N={many}, target: N={few}",
+        unit_ms=1000 * unit,
+    )
     if memory:  # independent of N, within what repetitions differ
         row.peak_mb = measure.peak_mb(full_batch, replace(case, subset=many))
         row.target_mb = 1.1 * measure.peak_mb(full_batch, replace(case, subset=few))
@@ -185,12 +215,19 @@ def rows(only: str, memory: bool) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="measure only what has this in its name, as 'full data' or 'wrn'")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="measure only what has this in its name, as 'full data' or 'wrn'"
+    )
     parser.add_argument("--csv", type=Path, help="also write the table here")
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
     arguments = parser.parse_args()
-    print(f"{'estimator':<50} {'units':>6} {'target':>6} {'MB':>6} {'target MB':>9}  {'verdict':<26} unit")
+    print(
+        f"{'estimator':<50} {'units':>6} {'target':>6} {'MB':>6} {'target MB':>9}  {'verdict':<26} "
+        f"unit"
+    )
     found = []
     for row in rows(arguments.only, not arguments.no_memory):
         found.append(vars(row) | {"verdict": row.verdict})

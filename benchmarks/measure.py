@@ -1,7 +1,9 @@
-"""Time in units of a plain training step on the same inputs; memory as a fresh process's peak above its start.
+"""Time in units of a plain training step on the same inputs; memory as a fresh process's peak above
+its start.
 
-An operation is a function from a case to something to call: what it prepares is not measured, the call is.
-`python benchmarks/measure.py module:operation CASE` measures the memory of one operation alone (used by `peak_mb`).
+An operation is a function from a case to something to call: what it prepares is not measured, the
+call is. `python benchmarks/measure.py module:operation CASE` measures the memory of one operation
+alone (used by `peak_mb`).
 """
 
 from __future__ import annotations
@@ -29,14 +31,22 @@ from ntkmarglik.problem.augment import AffineAugmentation
 from ntkmarglik.problem.models import build
 
 SHAPES = {"mininet": (1, 28, 28), "resnet": (3, 32, 32), "wrn": (3, 32, 32)}
-SLICE = 250  # inputs of the unit's training step at most: more are timed as a slice and scaled linearly
+SLICE = (
+    250  # inputs of the unit's training step at most: more are timed as a slice and scaled linearly
+)
 BATCH = 50  # data points of a streamed batch
-SHORT, LONG = 1.0, 5.0  # seconds until which a measurement is repeated in any case, and after which in no case
+# seconds until which a measurement is repeated in any case, and after which in no case
+SHORT, LONG = (
+    1.0,
+    5.0,
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One estimator on one model: what is estimated, from how many data points, copies and outputs."""
+    """One estimator on one model: what is estimated, from how many data points, copies and
+    outputs.
+    """
 
     model: str
     structure: str
@@ -61,7 +71,8 @@ class Case:
         data = f", N={self.n_data}" if self.n_data else ""
         chunk = f", chunk={self.chunk}" if self.chunk else ""
         plain = ", Conv2d and Linear only" if self.plain else ""
-        return f"{self.structure}{kind}-{self.subset}-{k} {self.model} ({learned}{classes}{data}{chunk}{plain})"
+        options = f"{learned}{classes}{data}{chunk}{plain}"
+        return f"{self.structure}{kind}-{self.subset}-{k} {self.model} ({options})"
 
 
 Operation = Callable[[Case], Callable[[], object]]
@@ -88,13 +99,22 @@ def setup(case: Case) -> Setup:
         for module in model.modules():
             for p in module.parameters(recurse=False):
                 p.requires_grad_(isinstance(module, nn.Conv2d | nn.Linear))
-    x, y = torch.randn(case.subset, *SHAPES[case.model]), torch.randint(case.classes, (case.subset,))
+    x, y = (
+        torch.randn(case.subset, *SHAPES[case.model]),
+        torch.randint(case.classes, (case.subset,)),
+    )
     augment = AffineAugmentation(case.copies, init=0.1) if case.copies else None
     ml = MarginalLikelihood(
-        model, "classification", n_data=case.n_data or 1000 * case.subset, prior=GaussianPrior(model),
-        structure=case.structure, outputs=case.outputs, augment=augment, chunk=case.chunk,
+        model,
+        "classification",
+        n_data=case.n_data or 1000 * case.subset,
+        prior=GaussianPrior(model),
+        structure=case.structure,
+        outputs=case.outputs,
+        augment=augment,
+        chunk=case.chunk,
         kfac=case.kfac,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     return Setup(model, x, y, ml)
 
 
@@ -102,12 +122,15 @@ def estimate(case: Case) -> Callable[[], object]:
     """One estimate of the evidence and its gradient in all hyperparameters."""
     s = setup(case)
     s.ml.describe(s.x)  # planning happens once for a model and is not what is measured
-    columns = torch.zeros(1, dtype=torch.long) if case.outputs == 1 else None  # the same number in every run
+    # the same number in every run
+    columns = torch.zeros(1, dtype=torch.long) if case.outputs == 1 else None
     return lambda: differentiated(s.ml(s.x, s.y, columns))
 
 
 def full_batch(case: Case) -> Callable[[], object]:
-    """The evidence of one block of all `subset` data, streamed, and its gradient in all hyperparameters."""
+    """The evidence of one block of all `subset` data, streamed, and its gradient in all
+    hyperparameters.
+    """
     s = setup(replace(case, n_data=case.subset))
     s.ml.describe(s.x[:2])
     loader = list(zip(s.x.split(BATCH), s.y.split(BATCH), strict=True))
@@ -133,7 +156,9 @@ def training_step(case: Case) -> Callable[[], object]:
 
 
 def elbo_step(case: Case) -> Callable[[], object]:
-    """The data-emphasised ELBO and its gradient in weights and posterior width, on the inputs of a training step."""
+    """The data-emphasised ELBO and its gradient in weights and posterior width, on the inputs of a
+    training step.
+    """
     s = setup(case)
     objective = DataEmphasizedELBO(s.model, "classification", n_data=s.ml.n_data, prior=s.ml.prior)
 
@@ -152,12 +177,15 @@ def timed(case: Case, operation: Operation = estimate) -> tuple[float, float]:
 
 
 def cpu_seconds(*functions: Callable[[], object], repeats: int = 3) -> list[float]:
-    """The least CPU time of each function, measured in two rounds so that a busy moment does not favour one of them."""
+    """The least CPU time of each function, measured in two rounds so that a busy moment does not
+    favour one of them.
+    """
     least = [math.inf] * len(functions)
     for _ in range(2):
         for index, function in enumerate(functions):
             begin = time.perf_counter()
-            for repeat in itertools.count(1):  # in a row: the second run finds caches and allocator as the first left
+            # in a row: the second run finds caches and allocator as the first left
+            for repeat in itertools.count(1):
                 start = time.process_time()
                 function()
                 least[index] = min(least[index], time.process_time() - start)
@@ -167,8 +195,12 @@ def cpu_seconds(*functions: Callable[[], object], repeats: int = 3) -> list[floa
 
 
 def peak_mb(operation: Operation, case: Case) -> float:
-    """Peak megabytes of an operation of a benchmark script, above the level before its call, in a fresh process."""
-    module = Path(sys.modules[operation.__module__].__file__ or "").stem  # also when that is the running script
+    """Peak megabytes of an operation of a benchmark script, above the level before its call, in a
+    fresh process.
+    """
+    module = Path(
+        sys.modules[operation.__module__].__file__ or ""
+    ).stem  # also when that is the running script
     command = [sys.executable, __file__, f"{module}:{operation.__name__}", json.dumps(asdict(case))]
     # The same packages as here, whichever copies of them are installed.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -179,12 +211,18 @@ def peak_mb(operation: Operation, case: Case) -> float:
 
 
 def peak_above_start(function: Callable[[], object]) -> int:
-    """Bytes by which this process's resident memory rose above its present level while `function` ran."""
+    """Bytes by which this process's resident memory rose above its present level while `function`
+    ran.
+    """
     status = Path("/proc/self/clear_refs")
     before = psutil.Process().memory_info().rss
     status.write_text("5")  # resets the peak counter
     function()
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    peak = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(peak.split()[1]) * 1024 - before
 
 
@@ -199,7 +237,9 @@ def chunk_of(case: Case) -> Case:
     s = setup(case)
     found = re.search(r"inputs per chunk: (\d+)", s.ml.describe(s.x))
     assert found, "MarginalLikelihood.describe no longer names the inputs per chunk"
-    return Case(case.model, case.structure, min(int(found[1]), case.inputs, SLICE), classes=case.classes)
+    return Case(
+        case.model, case.structure, min(int(found[1]), case.inputs, SLICE), classes=case.classes
+    )
 
 
 def write_csv(target: Path, rows: list[dict[str, object]]) -> None:

@@ -1,8 +1,10 @@
-"""Ours, laplace-torch and plain torch.func side by side: `python benchmarks/peers.py [--only TEXT] [--csv FILE]`.
+"""Ours, laplace-torch and plain torch.func side by side: `python benchmarks/peers.py [--only TEXT]
+[--csv FILE]`.
 
-Every method computes an evidence and its gradient in one log precision per weight tensor; only ours and torch.func also
-in the six affine ranges: laplace-torch gives no gradient in the augmentation. Equal log-determinants are equal
-estimators; with affine copies the draws differ. kfac-expand-N-C is what laplace-torch computes (its KronLaplace).
+Every method computes an evidence and its gradient in one log precision per weight tensor; only ours
+and torch.func also in the six affine ranges: laplace-torch gives no gradient in the augmentation.
+Equal log-determinants are equal estimators; with affine copies the draws differ. kfac-expand-N-C is
+what laplace-torch computes (its KronLaplace).
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ MISSING = "not installed: pip install --no-deps -r requirements-laplace.txt"
 
 
 def naive(case: Case) -> Callable[[], object]:
-    """NTK evidence from torch.func: per-sample Jacobians, their Gram matrices, and autograd through everything."""
+    """NTK evidence from torch.func: per-sample Jacobians, their Gram matrices, and autograd through
+    everything.
+    """
     s = setup(case)
     prior, augment, c, n = s.ml.prior, s.ml.augment, case.classes, case.subset
     weights = {name: w.detach() for name, w in s.ml.weights.items()}
@@ -44,7 +48,9 @@ def naive(case: Case) -> Callable[[], object]:
             root = p.sqrt().diag_embed() - p.unsqueeze(2) * p.sqrt().unsqueeze(1)
         gram = torch.zeros(())
         for name, theta in zip(weights, prior.log_precision, strict=True):
-            rows = torch.einsum("nkr,nkp->nrp", root, jacobian[name].reshape(n, root.shape[1], -1)).flatten(0, 1)
+            rows = torch.einsum(
+                "nkr,nkp->nrp", root, jacobian[name].reshape(n, root.shape[1], -1)
+            ).flatten(0, 1)
             gram = gram + (-theta).exp().to(rows.dtype) * (rows @ rows.mT)
         log_det = s.ml.n_data / n * c / root.shape[1] * torch.logdet(torch.eye(len(gram)) + gram)
         log_likelihood = -s.ml.n_data * nn.functional.cross_entropy(f, s.y)
@@ -55,7 +61,9 @@ def naive(case: Case) -> Callable[[], object]:
 
 
 def _kron_laplace(case: Case, backend: str) -> Callable[[], object]:
-    """laplace-torch's evidence of all data with Kronecker factors, differentiated in the prior precisions."""
+    """laplace-torch's evidence of all data with Kronecker factors, differentiated in the prior
+    precisions.
+    """
     from laplace import KronLaplace, curvature
 
     s = setup(replace(case, n_data=case.subset))
@@ -110,7 +118,10 @@ def table(model: str, n: int, few: int, copies: int) -> list[tuple[str, Operatio
 def plain(model: str, n: int) -> list[tuple[str, Operation, Case]]:
     """The comparison with laplace-torch on the layers its backends know."""
     case = Case(model, "kfac", n, 0, None, "expand", n_data=n, plain=True)
-    return [("ours, full_batch", full_batch, case), *((name, operation, case) for name, operation in THEIRS.items())]
+    return [
+        ("ours, full_batch", full_batch, case),
+        *((name, operation, case) for name, operation in THEIRS.items()),
+    ]
 
 
 def compare(name: str, operation: Operation, case: Case, memory: bool) -> dict[str, object]:
@@ -123,7 +134,11 @@ def compare(name: str, operation: Operation, case: Case, memory: bool) -> dict[s
         log_det = torch.as_tensor(getattr(log_det, "log_det_ratio", log_det)).item()
         seconds, step = measure.timed(case, lambda _: call)
         peak = measure.peak_mb(operation, case) if memory else math.nan
-        return row | dict(zip(nothing, (seconds / step, seconds, peak, log_det), strict=True)) | {"note": ""}
+        return (
+            row
+            | dict(zip(nothing, (seconds / step, seconds, peak, log_det), strict=True))
+            | {"note": ""}
+        )
     except ImportError:
         return row | nothing | {"note": MISSING}
     except Exception as error:  # whatever another library raises is the result here
@@ -131,9 +146,15 @@ def compare(name: str, operation: Operation, case: Case, memory: bool) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="compare only estimators or methods whose name contains this")
-    parser.add_argument("--small", action="store_true", help="a few data points of MiniNet, to see that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="compare only estimators or methods whose name contains this"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a few data points of MiniNet, to see that it runs"
+    )
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     arguments = parser.parse_args()
@@ -148,7 +169,8 @@ def main() -> None:
         row = compare(name, operation, case, not arguments.no_memory)
         rows.append(row)
         label = f"{row['estimator']:<52} {name:<26} "
-        numbers = f"{row['units']:7.2f} {row['cpu_seconds']:7.3f} {row['peak_mb']:6.0f} {row['log_det_ratio']:10.3f}"
+        cost = f"{row['units']:7.2f} {row['cpu_seconds']:7.3f} {row['peak_mb']:6.0f}"
+        numbers = f"{cost} {row['log_det_ratio']:10.3f}"
         print(label + (str(row["note"]) or numbers), flush=True)
     if arguments.csv:
         measure.write_csv(arguments.csv, rows)

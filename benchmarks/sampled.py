@@ -1,10 +1,13 @@
-"""Sampled linearised Laplace on real data beside MAP and the bounds: precision, predictions, cost of an EM step.
+"""Sampled linearised Laplace on real data beside MAP and the bounds: precision, predictions, cost
+of an EM step.
 
-python benchmarks/sampled.py digits mnist cifar10 --data-root data      rows of illustrations/data/sampled.csv
-MALLOC_MMAP_THRESHOLD_=1000000 python benchmarks/sampled.py memory      peak of an EM step against (3 k + 2) P numbers
-(the variable makes the allocator give back what is freed, so that the peak is of what is in use)
+python benchmarks/sampled.py digits mnist cifar10 --data-root data      rows of
+illustrations/data/sampled.csv MALLOC_MMAP_THRESHOLD_=1000000 python benchmarks/sampled.py memory
+peak of an EM step against (3 k + 2) P numbers (the variable makes the allocator give back what is
+freed, so that the peak is of what is in use)
 
-Times are CPU seconds in units of a training epoch on the same data; memory is the peak above the start of the call.
+Times are CPU seconds in units of a training epoch on the same data; memory is the peak above the
+start of the call.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ class Study:
     rungs: int = 5
     n_test: int = 2000
     precision: float = 1.0  # in training
-    start: float = 1.0  # precision from which EM steps start: few are taken, and systems of small ones take many passes
+    # precision from which EM steps start: few are taken, and systems of small ones take many passes
+    start: float = 1.0
     tolerance: float = 0.01  # relative residual of the samples
     exclude: tuple[str, ...] = ()
     depth: int = 10
@@ -62,22 +66,51 @@ class Study:
 STUDIES = {
     "digits": Study("digits", "mininet", 500, 300, 8, 100, 4, 250, batch=250),
     "mnist": Study(
-        "mnist", "mininet", 500, 60, 4, 60, 2, 250, batch=250, rungs=3, n_test=500, start=16, tolerance=0.03
+        "mnist",
+        "mininet",
+        500,
+        60,
+        4,
+        60,
+        2,
+        250,
+        batch=250,
+        rungs=3,
+        n_test=500,
+        start=16,
+        tolerance=0.03,
     ),
     "cifar10": Study(
-        "cifar10", "resnet_norm", 300, 120, 4, 60, 1, 50, batch=100, rungs=4, n_test=500, exclude=("*norm*",), width=4,
-        start=64, tolerance=0.03,
+        "cifar10",
+        "resnet_norm",
+        300,
+        120,
+        4,
+        60,
+        1,
+        50,
+        batch=100,
+        rungs=4,
+        n_test=500,
+        exclude=("*norm*",),
+        width=4,
+        start=64,
+        tolerance=0.03,
     ),
-}  # fmt: skip
+}
 
 
 def study(settings: Study, data_root: str) -> dict[str, object]:
     """One row: what was learned, how it predicts, and what an EM step cost."""
     data = load(settings.dataset, data_root, n_data=settings.n_data)
-    model = build(settings.model, data.input_shape, data.n_classes, depth=settings.depth, width=settings.width)
+    model = build(
+        settings.model, data.input_shape, data.n_classes, depth=settings.depth, width=settings.width
+    )
     prior = GaussianPrior(model, "scalar", settings.precision)
     ml = MarginalLikelihood(model, "classification", n_data=data.n_data, prior=prior)
-    loader = list(zip(data.x_train.split(settings.batch), data.y_train.split(settings.batch), strict=True))
+    loader = list(
+        zip(data.x_train.split(settings.batch), data.y_train.split(settings.batch), strict=True)
+    )
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
 
     def epoch() -> None:
@@ -86,13 +119,22 @@ def study(settings: Study, data_root: str) -> dict[str, object]:
             ml.map_loss(data.x_train[index], data.y_train[index]).backward()
             optimizer.step()
 
-    epoch_seconds = _cpu_seconds(lambda: [epoch() for _ in range(settings.epochs)]) / settings.epochs
+    epoch_seconds = (
+        _cpu_seconds(lambda: [epoch() for _ in range(settings.epochs)]) / settings.epochs
+    )
     model.eval()
     optimizer.zero_grad(set_to_none=True)
-    row: dict[str, object] = {"dataset": settings.dataset, "model": settings.model, "n_data": settings.n_data}
+    row: dict[str, object] = {
+        "dataset": settings.dataset,
+        "model": settings.model,
+        "n_data": settings.n_data,
+    }
     row |= {"n_parameters": sum(p.numel() for p in model.parameters()), "samples": settings.samples}
     row |= {"initial_precision": settings.precision, "start_precision": settings.start}
-    row |= {f"precision_{name}": value for name, value in chosen_by_bounds(settings, model, data, prior).items()}
+    row |= {
+        f"precision_{name}": value
+        for name, value in chosen_by_bounds(settings, model, data, prior).items()
+    }
     x, y = data.x_test[: settings.n_test], data.y_test[: settings.n_test]
     with torch.no_grad():
         row |= scores("map", torch.cat([model(part) for part in x.split(CHUNK)]).unsqueeze(0), y)
@@ -100,40 +142,66 @@ def study(settings: Study, data_root: str) -> dict[str, object]:
         with torch.no_grad():
             prior.log_precision.fill_(math.log(settings.start))
         posterior = SampledLaplace(
-            model, "classification", n_data=data.n_data, prior=prior, samples=settings.samples, curvature=curvature,
-            solver=ConjugateGradients(settings.tolerance, settings.passes), together=settings.samples,
+            model,
+            "classification",
+            n_data=data.n_data,
+            prior=prior,
+            samples=settings.samples,
+            curvature=curvature,
+            solver=ConjugateGradients(settings.tolerance, settings.passes),
+            together=settings.samples,
             exclude=settings.exclude,
-        )  # fmt: skip
+        )
         learned = learn(settings, posterior, loader, epoch_seconds) | predicted(posterior, x, y)
         row |= {f"{curvature}_{name}": value for name, value in learned.items()}
         print(", ".join(f"{name}={value}" for name, value in row.items()), flush=True)
     return row
 
 
-def learn(settings: Study, posterior: SampledLaplace, loader: Loader, epoch_seconds: float) -> dict[str, float]:
+def learn(
+    settings: Study, posterior: SampledLaplace, loader: Loader, epoch_seconds: float
+) -> dict[str, float]:
     """EM steps on the prior; what they learned and what they cost."""
     posterior.fit(loader)
-    seconds = _cpu_seconds(lambda: [posterior.update_prior(loader) for _ in range(settings.em_steps)])
+    seconds = _cpu_seconds(
+        lambda: [posterior.update_prior(loader) for _ in range(settings.em_steps)]
+    )
     diagnostics = posterior.diagnostics()
     gamma, error = diagnostics["effective_dimension"]
     evidence, n = posterior.log_evidence(loader, "weights", settings.rungs), posterior.n_data
     return {
-        "precision": posterior.prior.precision.item(), "effective_dimension": gamma, "effective_dimension_error": error,
-        "passes": diagnostics["steps"], "residual": max(diagnostics["residuals"]), "error": max(diagnostics["errors"]),
-        "mode_error": diagnostics["mode_error"], "em_step_epochs": seconds / settings.em_steps / epoch_seconds,
-        "log_marglik": evidence.total.item() / n, "log_marglik_error": (evidence.standard_error or 0.0) / n,
-        # the bracket of the rule of integration, no interval: that has two of log_marglik_error besides on either side
-        "log_marglik_low": evidence.bracket[0] / n, "log_marglik_high": evidence.bracket[1] / n,
-    }  # fmt: skip
+        "precision": posterior.prior.precision.item(),
+        "effective_dimension": gamma,
+        "effective_dimension_error": error,
+        "passes": diagnostics["steps"],
+        "residual": max(diagnostics["residuals"]),
+        "error": max(diagnostics["errors"]),
+        "mode_error": diagnostics["mode_error"],
+        "em_step_epochs": seconds / settings.em_steps / epoch_seconds,
+        "log_marglik": evidence.total.item() / n,
+        "log_marglik_error": (evidence.standard_error or 0.0) / n,
+        # the bracket of the rule of integration, no interval: that has two of log_marglik_error
+        # besides on either side
+        "log_marglik_low": evidence.bracket[0] / n,
+        "log_marglik_high": evidence.bracket[1] / n,
+    }
 
 
-def chosen_by_bounds(settings: Study, model: nn.Module, data: Dataset, prior: GaussianPrior) -> dict[str, float]:
+def chosen_by_bounds(
+    settings: Study, model: nn.Module, data: Dataset, prior: GaussianPrior
+) -> dict[str, float]:
     """The precision at which each bound on one block is largest; the prior is left as it was."""
     start, found = prior.log_precision.detach().clone(), {}
     index = torch.arange(settings.subset)
     for structure, root in (("ntk", "fisher"), ("kfac", "paper")):
         ml = MarginalLikelihood(
-            model, "classification", n_data=data.n_data, prior=prior, structure=structure, outputs=1, root=root
+            model,
+            "classification",
+            n_data=data.n_data,
+            prior=prior,
+            structure=structure,
+            outputs=1,
+            root=root,
         )
         evaluate: Callable[[], Evidence] = ml.cached(data.x_train[index], data.y_train[index])
         optimizer = torch.optim.Adam([prior.log_precision], lr=0.1)
@@ -156,7 +224,9 @@ def predicted(posterior: SampledLaplace, x: Tensor, y: Tensor) -> dict[str, floa
 
 
 def scores(name: str, samples: Tensor, y: Tensor) -> dict[str, float]:
-    """Test accuracy, log-likelihood (also of several labels together) and calibration error of outputs [k, n, C]."""
+    """Test accuracy, log-likelihood (also of several labels together) and calibration error of
+    outputs [k, n, C].
+    """
     log_p = samples.double().log_softmax(2)
     found = metrics(torch.logsumexp(log_p, 0), y)
     own = log_p.gather(2, y.expand(len(log_p), -1).unsqueeze(2)).squeeze(2)
@@ -165,12 +235,16 @@ def scores(name: str, samples: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def memory(samples: int = 8) -> str:
-    """Peak of fit and an EM step of a residual network, next to (3 k + 2) P numbers and a training step."""
+    """Peak of fit and an EM step of a residual network, next to (3 k + 2) P numbers and a training
+    step.
+    """
     model = build("resnet_norm", (3, 32, 32), 10, depth=18, width=32)
     x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
     prior = GaussianPrior(model, "scalar", 100.0)
     solver = ConjugateGradients(max_iterations=2)
-    posterior = SampledLaplace(model, "classification", n_data=8, prior=prior, samples=samples, solver=solver)
+    posterior = SampledLaplace(
+        model, "classification", n_data=8, prior=prior, samples=samples, solver=solver
+    )
 
     def training() -> None:
         nn.functional.cross_entropy(model(x), y).backward()
@@ -185,18 +259,28 @@ def memory(samples: int = 8) -> str:
     model.zero_grad(set_to_none=True)
     peak, size = _alive(learning), posterior.layout.size
     return (
-        f"P = {size:,}, k = {samples}: tensors of {peak / 1e6:.0f} MB = {peak / (4 * size):.1f} P numbers; (3 k + 2) P "
-        f"is {4 * (3 * samples + 2) * size / 1e6:.0f} MB, a training step {step / 1e6:.0f} MB; resident memory rose by "
+        f"P = {size:,}, k = {samples}: tensors of {peak / 1e6:.0f} MB = {peak / (4 * size):.1f} P "
+        f"numbers; (3 k + 2) P "
+        f"is {4 * (3 * samples + 2) * size / 1e6:.0f} MB, a training step {step / 1e6:.0f} MB; "
+        f"resident memory rose by "
         f"{resident / 1e6:.0f} MB"
     )
 
 
 def _alive(function: Callable[[], object]) -> int:
-    """Most bytes of tensors made by a function that were alive together: what an allocator keeps is not counted."""
+    """Most bytes of tensors made by a function that were alive together: what an allocator keeps is
+    not counted.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    found = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())))
+    found = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    return max(
+        itertools.accumulate(
+            event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())
+        )
+    )
 
 
 def _cpu_seconds(function: Callable[[], object]) -> float:
@@ -219,7 +303,9 @@ def write(row: dict[str, object], target: Path = TARGET) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="+", choices=[*STUDIES, "memory"])
     parser.add_argument("--data-root", default="data")
     given = parser.parse_args()

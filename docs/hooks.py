@@ -1,4 +1,6 @@
-"""Hooks of mkdocs: pages show the pictures and the claims page of illustrations/, which lie beside docs/."""
+"""Hooks of mkdocs: pages show the pictures and the claims page of illustrations/, which lie beside
+docs/.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ CLAIMS = "illustrations/README.md"
 def on_files(files: Files, config: Any) -> Files:
     """Add the pictures, and the page of the paper's claims."""
     for picture in sorted((ROOT / "illustrations").glob("*.png")):
-        files.append(File.generated(config, f"illustrations/{picture.name}", abs_src_path=str(picture)))
+        files.append(
+            File.generated(config, f"illustrations/{picture.name}", abs_src_path=str(picture))
+        )
     files.append(File.generated(config, CLAIMS, abs_src_path=str(ROOT / CLAIMS)))
     return files
 

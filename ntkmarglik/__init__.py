@@ -1,1 +1,3 @@
-"""The experiment library: data, models, augmentation, training and reports on top of `laplace_marglik`."""
+"""The experiment library: data, models, augmentation, training and reports on top of
+`laplace_marglik`.
+"""

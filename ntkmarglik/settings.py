@@ -1,4 +1,6 @@
-"""What every program's settings can do: read flags and yaml files, and give the command that makes them again."""
+"""What every program's settings can do: read flags and yaml files, and give the command that makes
+them again.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,22 @@ class Settings:
             own = {name: changes.pop(name) for name in list(changes) if hasattr(part, name)}
             groups[group.name] = replace(part, **own)
         if changes:
-            raise NtkMarglikError(f"Unknown setting {next(iter(changes))!r}; known are {', '.join(self.flat())}.")
+            raise NtkMarglikError(
+                f"Unknown setting {next(iter(changes))!r}; known are {', '.join(self.flat())}."
+            )
         return type(self)(**groups)
 
     def refuse_other(self, stored: dict[str, Any], free: Collection[str]) -> None:
-        """Refuse to resume a run whose stored settings differ from these in any that is not free to change."""
+        """Refuse to resume a run whose stored settings differ from these in any that is not free to
+        change.
+        """
         for name, value in self.flat().items():
             if name not in free and _plain(stored.get(name, value)) != _plain(value):
                 raise NtkMarglikError(
-                    f"The run to resume was started with {name} = {stored[name]}, but {value} is given now. Resume it "
-                    "with --config and its config.yaml, or start a new one without --resume. Nothing was changed."
+                    f"The run to resume was started with {name} = {stored[name]}, but {value} is "
+                    f"given now. Resume it "
+                    "with --config and its config.yaml, or start a new one without --resume. "
+                    "Nothing was changed."
                 )
 
     def arguments(self) -> list[str]:
@@ -73,14 +81,17 @@ def _plain(value: Any) -> Any:
 
 
 def parse_as(kind: type[S], arguments: Sequence[str] | None = None) -> S:
-    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags override it."""
+    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags
+    override it.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     return tyro.cli(
         kind,
         config=(tyro.conf.OmitArgPrefixes,),
         args=_with_files(given, kind().flat()),
         prog=kind.script,
-        description=f"{kind.__doc__}\n\n--config FILE.yaml reads settings from a file; flags override it.",
+        description=f"{kind.__doc__}\n\n--config FILE.yaml reads settings from a file; "
+        "flags override it.",
     )
 
 
@@ -116,7 +127,8 @@ def _flags_of(path: Path, defaults: dict[str, Any]) -> list[str]:
         return []
     if not isinstance(settings, dict):
         raise NtkMarglikError(
-            f"{path} must hold settings as `name: value` lines, but holds a {type(settings).__name__}."
+            f"{path} must hold settings as `name: value` lines, but holds a "
+            f"{type(settings).__name__}."
         )
     flags: list[str] = []
     for key, value in settings.items():
@@ -124,14 +136,20 @@ def _flags_of(path: Path, defaults: dict[str, Any]) -> list[str]:
         if name not in defaults:
             close = difflib.get_close_matches(name, defaults, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise NtkMarglikError(f"{path}: unknown setting {key!r}.{hint} --help lists all of them.")
+            raise NtkMarglikError(
+                f"{path}: unknown setting {key!r}.{hint} --help lists all of them."
+            )
         if value is None:
             continue
         several = isinstance(defaults[name], tuple) and isinstance(value, list)
         if isinstance(value, dict | list) and not several:
             raise NtkMarglikError(f"{path}: {key} must be a single value, but is {value!r}.")
         if isinstance(value, bool) != isinstance(defaults[name], bool):
-            expected = "true or false" if isinstance(defaults[name], bool) else f"a value like {defaults[name]!r}"
+            expected = (
+                "true or false"
+                if isinstance(defaults[name], bool)
+                else f"a value like {defaults[name]!r}"
+            )
             raise NtkMarglikError(f"{path}: {key} must be {expected}, but is {value!r}.")
         flags.extend(_flag(name, value))
     return flags

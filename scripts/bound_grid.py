@@ -1,4 +1,6 @@
-"""Evaluate bounds of the evidence over a grid of prior precisions or rotation ranges: see --help."""
+"""Evaluate bounds of the evidence over a grid of prior precisions or rotation ranges: see
+--help.
+"""
 
 import sys
 

@@ -11,13 +11,22 @@ from typing import Protocol
 
 from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.programs.classify.config import Config
-from ntkmarglik.programs.paper.experiments import Scale, described, difference, estimator, label_of, load
+from ntkmarglik.programs.paper.experiments import (
+    Scale,
+    described,
+    difference,
+    estimator,
+    label_of,
+    load,
+)
 
 __all__ = ["Experiment", "Printable", "Scale", "print_commands", "runs"]
 
 
 class Printable(Protocol):
-    """What a generator prints: a heading, and commands for some seeds with settings of the place they run in."""
+    """What a generator prints: a heading, and commands for some seeds with settings of the place
+    they run in.
+    """
 
     def heading(self, scale: Scale, seeds: Sequence[int]) -> list[str]: ...
 
@@ -47,25 +56,39 @@ class Experiment:
         """One line per run, seed by seed, so that what is stopped early has whole comparisons."""
         for seed in seeds or self.seeds:
             for config in self.configs:
-                name = f"{config.problem.dataset}-{config.problem.n_data or 'all'}-{label_of(config)}-seed{seed}"
+                data = f"{config.problem.dataset}-{config.problem.n_data or 'all'}"
+                name = f"{data}-{label_of(config)}-seed{seed}"
                 out = root / self.name / name.replace(" ", "-")
                 yield config.updated(seed=seed, out=out, resume=True, **place).command()
 
 
-def runs(files: Iterable[str], scale: Scale, labels: Iterable[str], **settings: object) -> tuple[Config, ...]:
+def runs(
+    files: Iterable[str], scale: Scale, labels: Iterable[str], **settings: object
+) -> tuple[Config, ...]:
     """The configuration of every estimator, named as in the paper, with some settings changed."""
     base = load(*files, scale=scale)
     return tuple(base.updated(**{**estimator(label), **settings}) for label in labels)
 
 
-def print_commands(description: str | None, experiments: Callable[[Scale], Sequence[Printable]]) -> None:
+def print_commands(
+    description: str | None, experiments: Callable[[Scale], Sequence[Printable]]
+) -> None:
     """The command line of a generator."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=("full", "small"), default="full", help="the paper's size, or two CPU cores")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--scale",
+        choices=("full", "small"),
+        default="full",
+        help="the paper's size, or two CPU cores",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--data-root", type=Path, default=Path("data"))
     parser.add_argument("--wandb", action="store_true", help="mirror the runs to wandb")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[], help="instead of the paper's seeds")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[], help="instead of the paper's seeds"
+    )
     given = parser.parse_args()
     if exit_code(lambda: print(*_lines(given, experiments(given.scale)), sep="\n")):
         sys.exit(1)

@@ -1,4 +1,5 @@
-"""Commands of Figures 1, 3-6 and 8-13: bounds on MNIST-1000 over grids, and priors and invariances learned with them.
+"""Commands of Figures 1, 3-6 and 8-13: bounds on MNIST-1000 over grids, and priors and invariances
+learned with them.
 
 python scripts/generate_bound_commands.py > scripts/bound_commands.sh
 """
@@ -21,14 +22,18 @@ SMALL = (
     *("kfac-20-1", "kfac-100-1", "kfac-500-1"),
 )
 SMALL_GROUPED = ("ntk-100-1", "ntk-20-C")
-SMALL_ALL_DATA = {"bound-prior": ("kfac-N-C",), "bound-lila": ()}  # dense blocks of all data take too long
+# dense blocks of all data take too long
+SMALL_ALL_DATA = {
+    "bound-prior": ("kfac-N-C",),
+    "bound-lila": (),
+}
 
 
 def paper_runs(names: list[str]) -> Iterator[Config]:
     """Every structure, block size, output mode and grouping; MAP.
 
-    A full Gauss-Newton matrix of a block is the number of its kernel (`ntk`), so `full` comes with all data only; with
-    all data there is nothing to group.
+    A full Gauss-Newton matrix of a block is the number of its kernel (`ntk`), so `full` comes with
+    all data only; with all data there is nothing to group.
     """
     yield from runs(names, "full", ["MAP", "full-N-C"])
     for structure in STRUCTURES:
@@ -58,9 +63,18 @@ SMALL_GRIDS: dict[str, list[dict[str, Any]]] = {
         {"structures": ("diag",), "subsets": (0,), "outputs": ("all",)},
     ],
     "bound-grid-rotation": [
-        {"structures": ("ntk",), "subsets": (10, 20, 50, 100, 250, 0), "roots": ("paper", "fisher")},
+        {
+            "structures": ("ntk",),
+            "subsets": (10, 20, 50, 100, 250, 0),
+            "roots": ("paper", "fisher"),
+        },
         {"structures": ("kfac", "diag"), "subsets": (0,), "outputs": ("all",)},
-        {"structures": ("kfac",), "subsets": (10, 100), "outputs": ("all",), "partitions": ("random",)},
+        {
+            "structures": ("kfac",),
+            "subsets": (10, 100),
+            "outputs": ("all",),
+            "partitions": ("random",),
+        },
         {
             "structures": ("blockdiag",),
             "subsets": (10, 50, 100),
@@ -89,9 +103,15 @@ class Grid:
         return lines
 
     def commands(self, root: Path, seeds: Sequence[int], **place: object) -> Iterator[str]:
-        """One line for each part, to be run in this order; the network has its own seed, and there is no mirror."""
+        """One line for each part, to be run in this order; the network has its own seed, and there
+        is no mirror.
+        """
         for config in self.configs:
-            where = {"out": root / self.name, "device": place["device"], "data_root": place["data_root"]}
+            where = {
+                "out": root / self.name,
+                "device": place["device"],
+                "data_root": place["data_root"],
+            }
             yield config.updated(**where).command()
 
 
@@ -109,7 +129,10 @@ def experiments(scale: Scale) -> list[Printable]:
         grid("bound-grid-rotation", "Figures 3-6, 12", scale),
         *(
             Experiment(name, (name,), figures, (0, 1, 2), tuple(estimators([name], scale)), reduced)
-            for name, figures in (("bound-prior", "Figures 10, 11, 13"), ("bound-lila", "Figures 1, 8, 9"))
+            for name, figures in (
+                ("bound-prior", "Figures 10, 11, 13"),
+                ("bound-lila", "Figures 1, 8, 9"),
+            )
         ),
     ]
 

@@ -8,7 +8,10 @@ from commands import Experiment, Scale, print_commands, runs
 from ntkmarglik.programs.classify.config import Config
 
 PAPER = ("MAP", "NTK-500-1", "KFAC-500-1", "KFAC-500-C", "KFAC-N-1", "KFAC-N-C")
-REDUCED = "3 seeds, no iid or grouped variants, of CIFAR-100 1000 images and 10 of the 100 outputs in KFAC-500-10"
+REDUCED = (
+    "3 seeds, no iid or grouped variants, of CIFAR-100 1000 images and 10 of the 100 outputs in "
+    "KFAC-500-10"
+)
 
 
 def paper_runs(dataset: str) -> list[Config]:
@@ -16,7 +19,13 @@ def paper_runs(dataset: str) -> list[Config]:
     grouped = ("NTK-500-1", "KFAC-500-1", "KFAC-500-C")
     return [
         *runs(["cifar"], "full", PAPER, dataset=dataset),
-        *runs(["cifar"], "full", ("NTK-500-1", "KFAC-500-1", "KFAC-N-1"), dataset=dataset, columns="iid"),
+        *runs(
+            ["cifar"],
+            "full",
+            ("NTK-500-1", "KFAC-500-1", "KFAC-N-1"),
+            dataset=dataset,
+            columns="iid",
+        ),
         *runs(["cifar"], "full", grouped, dataset=dataset, partition="class"),
     ]
 

@@ -21,8 +21,14 @@ def experiments(scale: Scale) -> list[Experiment]:
             steps = steps if scale == "full" else -(-steps // SHARE)
             settings = {"dataset": dataset, "aug_steps": steps, "aug_block": size}
             configs += runs(["cifar-lila", "cifar-lila-full"], scale, [label], **settings)
-    reduced = "" if scale == "full" else f"1/{SHARE} of the steps of KFAC-N, KFAC-N-C on CIFAR-10 only"
-    return [Experiment("cifar-lila", ("cifar-lila",), "Table 1, bottom", (0, 1, 2), tuple(configs), reduced)]
+    reduced = (
+        "" if scale == "full" else f"1/{SHARE} of the steps of KFAC-N, KFAC-N-C on CIFAR-10 only"
+    )
+    return [
+        Experiment(
+            "cifar-lila", ("cifar-lila",), "Table 1, bottom", (0, 1, 2), tuple(configs), reduced
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Commands of Figures 7 and 14-16: invariances from subsets of CIFAR-10 and its transformed variants.
+"""Commands of Figures 7 and 14-16: invariances from subsets of CIFAR-10 and its transformed
+variants.
 
 python scripts/generate_subset_commands.py > scripts/subset_commands.sh
 """
@@ -19,9 +20,19 @@ def experiments(scale: Scale) -> list[Experiment]:
         for size in SIZES[scale]:
             settings = {"dataset": dataset, "n_data": size}
             configs += runs(["cifar-subsets"], scale, ("NTK-400-1", "KFAC-400-1"), **settings)
-            configs += runs(["cifar-subsets", "cifar-subsets-full"], scale, ["KFAC-N-C"], **settings)
-    seeds, reduced = ((0, 1, 2), "") if scale == "full" else ((0,), "subsets of 500 and 2000, two variants, 1 seed")
-    return [Experiment("cifar-subsets", ("cifar-subsets",), "Figures 7, 14-16", seeds, tuple(configs), reduced)]
+            configs += runs(
+                ["cifar-subsets", "cifar-subsets-full"], scale, ["KFAC-N-C"], **settings
+            )
+    seeds, reduced = (
+        ((0, 1, 2), "")
+        if scale == "full"
+        else ((0,), "subsets of 500 and 2000, two variants, 1 seed")
+    )
+    return [
+        Experiment(
+            "cifar-subsets", ("cifar-subsets",), "Figures 7, 14-16", seeds, tuple(configs), reduced
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Run a file of commands as jobs, here or on a SLURM cluster, until every line is done.
 
-python scripts/generate_cifar_commands.py > scripts/cifar_commands.sh
-python scripts/launch.py scripts/cifar_commands.sh --executor slurm --gpus 1 --partition gpu --time 12:00:00 --array
+python scripts/generate_cifar_commands.py > scripts/cifar_commands.sh python scripts/launch.py
+scripts/cifar_commands.sh --executor slurm --gpus 1 --partition gpu --time 12:00:00 --array
 
-Finished lines are skipped, failed ones tried again from their checkpoints. Jobs do not need the launcher: after Ctrl-C,
-or if it dies, they go on, and the same command finds them again; with --stop it ends them. Logs and the list of jobs
-are in TABLE.launch/ beside the file.
+Finished lines are skipped, failed ones tried again from their checkpoints. Jobs do not need the
+launcher: after Ctrl-C, or if it dies, they go on, and the same command finds them again; with
+--stop it ends them. Logs and the list of jobs are in TABLE.launch/ beside the file.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ if TYPE_CHECKING:
     from ntkmarglik.programs.launch.executors import Executor
 
 LEFT_RUNNING = """
-interrupted: submitted jobs go on, lines not yet submitted wait. The same command follows them again and submits the
-rest; with --stop it ends the jobs."""
+interrupted: submitted jobs go on, lines not yet submitted wait. The same command follows them
+again and submits the rest; with --stop it ends the jobs."""
 
 
 def minutes(text: str) -> int:
     """A time limit: minutes, or as SLURM writes it, [DAYS-]HOURS:MINUTES[:SECONDS]."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+)(?::(\d+))?|(\d+)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither minutes nor [DAYS-]HOURS:MINUTES[:SECONDS]")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither minutes nor [DAYS-]HOURS:MINUTES[:SECONDS]"
+        )
     days, hours, rest, seconds, only = (int(part or 0) for part in found.groups())
     return only or (24 * days + hours) * 60 + rest + (seconds > 0)
 
@@ -67,11 +69,18 @@ def executor(given: argparse.Namespace, lines: int) -> Executor:
     from ntkmarglik.programs.launch.executors import Local, Slurm
 
     if given.executor == "slurm":
-        asked = {"timeout_min": given.time, "gpus_per_node": given.gpus, "slurm_partition": given.partition}
+        asked = {
+            "timeout_min": given.time,
+            "gpus_per_node": given.gpus,
+            "slurm_partition": given.partition,
+        }
         return Slurm(
-            given.max_parallel or lines, together=given.array, threads=given.cpus or 1,
-            **{name: value for name, value in asked.items() if value is not None}, **dict(given.slurm),
-        )  # fmt: skip
+            given.max_parallel or lines,
+            together=given.array,
+            threads=given.cpus or 1,
+            **{name: value for name, value in asked.items() if value is not None},
+            **dict(given.slurm),
+        )
     for flag in ("partition", "time", "array", "slurm"):
         if getattr(given, flag):
             raise NtkMarglikError(f"--{flag} is for --executor slurm.")
@@ -83,7 +92,8 @@ def executor(given: argparse.Namespace, lines: int) -> Executor:
     limit = given.max_parallel or most
     if each and limit > most:
         raise NtkMarglikError(
-            f"--max-parallel {limit} jobs with --gpus {each}, but {len(visible)} GPUs are for {most}."
+            f"--max-parallel {limit} jobs with --gpus {each}, but {len(visible)} GPUs are for "
+            f"{most}."
         )
     return Local(limit, given.cpus or max(1, cores // limit), visible, each)
 
@@ -104,7 +114,9 @@ def tables(lines: list[Line]) -> Iterator[str]:
         own = [folder for folder in runs if folder.parent.name in layout.experiments.values()]
         others = [folder for folder in others if folder not in own]
         roots = dict.fromkeys(folder.parent.parent for folder in own)
-        text = make_tables.rendered(number, [r / name for r in roots for name in layout.experiments.values()])
+        text = make_tables.rendered(
+            number, [r / name for r in roots for name in layout.experiments.values()]
+        )
         if text is not None:
             yield text
     rows = [records.run_row(folder) for folder in records.run_folders(others)]
@@ -126,20 +138,29 @@ def launch(given: argparse.Namespace) -> bool:
         with alone(folder, wait=False):
             sweep = Sweep(lines, executor(given, len(lines)), folder, given.retries)
             if given.stop:
-                print(f"{sweep.stop()} jobs are told to stop; their runs continue when the file is launched again")
+                print(
+                    f"{sweep.stop()} jobs are told to stop; their runs continue when the file is "
+                    f"launched again"
+                )
                 return True
             print(
-                f"{given.table}: {heading(sweep)}; {sweep.submitted} jobs from before. Ctrl-C leaves jobs running.",
+                f"{given.table}: {heading(sweep)}; {sweep.submitted} jobs from before. Ctrl-C "
+                f"leaves jobs running.",
                 flush=True,
             )
             for command in sweep.removed:
-                print(f"warning: a job of a line that is no longer in the file goes on (--stop ends it): {command}")
+                print(
+                    f"warning: a job of a line that is no longer in the file goes on (--stop ends "
+                    f"it): {command}"
+                )
             with Board(sweep) as board:
                 while not sweep.over:
                     board.show(sweep.step())
                     time.sleep(0 if sweep.over else given.every)
     except BlockingIOError:
-        raise NtkMarglikError(f"Another launcher follows {given.table}; there can be one at a time.") from None
+        raise NtkMarglikError(
+            f"Another launcher follows {given.table}; there can be one at a time."
+        ) from None
     print(heading(sweep))
     for entry in sweep.entries:
         if entry.status == "failed":
@@ -149,26 +170,47 @@ def launch(given: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path, metavar="TABLE.sh", help="commands, of scripts/generate_*_commands.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "table", type=Path, metavar="TABLE.sh", help="commands, of scripts/generate_*_commands.py"
+    )
     parser.add_argument("--executor", choices=("local", "slurm"), default="local")
-    parser.add_argument("--gpus", type=int, help="of each job; default: 1 on a machine with GPUs, none of a cluster")
     parser.add_argument(
-        "--cpus", type=count, help="cores of each job; default: equal shares of this machine, 1 of a cluster"
+        "--gpus", type=int, help="of each job; default: 1 on a machine with GPUs, none of a cluster"
     )
     parser.add_argument(
-        "--time", type=minutes, help="limit of each job on SLURM: minutes or D-HH:MM:SS; a run continues after it"
+        "--cpus",
+        type=count,
+        help="cores of each job; default: equal shares of this machine, 1 of a cluster",
     )
     parser.add_argument(
-        "--max-parallel", type=count, help="jobs at a time; default: as many as cores or GPUs, all on SLURM"
+        "--time",
+        type=minutes,
+        help="limit of each job on SLURM: minutes or D-HH:MM:SS; a run continues after it",
     )
-    parser.add_argument("--retries", type=int, default=3, help="how often a line that fails is tried again")
+    parser.add_argument(
+        "--max-parallel",
+        type=count,
+        help="jobs at a time; default: as many as cores or GPUs, all on SLURM",
+    )
+    parser.add_argument(
+        "--retries", type=int, default=3, help="how often a line that fails is tried again"
+    )
     parser.add_argument("--partition", help="of the cluster")
     parser.add_argument("--array", action="store_true", help="submit job arrays")
     parser.add_argument(
-        "--slurm", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="account=me mem=32GB ..."
+        "--slurm",
+        type=setting,
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="account=me mem=32GB ...",
     )
-    parser.add_argument("--every", type=float, default=2.0, help="seconds between looks at the jobs")
+    parser.add_argument(
+        "--every", type=float, default=2.0, help="seconds between looks at the jobs"
+    )
     parser.add_argument("--stop", action="store_true", help="end the jobs of this file")
     given = parser.parse_args()
     done: list[bool] = []

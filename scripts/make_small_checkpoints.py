@@ -1,9 +1,11 @@
-"""Train small classifiers and save them as finetune.py reads pretrained networks: minutes on a CPU, no download.
+"""Train small classifiers and save them as finetune.py reads pretrained networks: minutes on a CPU,
+no download.
 
 python scripts/make_small_checkpoints.py convnext bert --data-root data --out checkpoints
 
-convnext: a small ConvNeXt on half of the classes of CIFAR-10. bert: a tiny BERT on half of the classes of AG News, with
-word pieces of its own. What they have learned can be transferred to the other classes.
+convnext: a small ConvNeXt on half of the classes of CIFAR-10. bert: a tiny BERT on half of the
+classes of AG News, with word pieces of its own. What they have learned can be transferred to the
+other classes.
 """
 
 from __future__ import annotations
@@ -32,28 +34,44 @@ RATE = 2e-3
 
 def convnext(train: Examples, n_classes: int, folder: Path) -> nn.Module:
     """A ConvNeXt of two stages; its image processor goes to the folder."""
-    processor = transformers.ConvNextImageProcessorPil(do_resize=True, size={"shortest_edge": SIDE}, crop_pct=1.0)
+    processor = transformers.ConvNextImageProcessorPil(
+        do_resize=True, size={"shortest_edge": SIDE}, crop_pct=1.0
+    )
     processor.save_pretrained(folder)
     config = transformers.ConvNextConfig(
-        num_stages=2, depths=[1, 1], hidden_sizes=[24, 48], image_size=SIDE, layer_scale_init_value=0.1,
+        num_stages=2,
+        depths=[1, 1],
+        hidden_sizes=[24, 48],
+        image_size=SIDE,
+        layer_scale_init_value=0.1,
         num_labels=n_classes,
-    )  # fmt: skip
+    )
     return transformers.ConvNextForImageClassification(config)
 
 
 def bert(train: Examples, n_classes: int, folder: Path) -> nn.Module:
-    """A BERT of two layers; a tokenizer with the commonest word pieces of the training texts goes to the folder."""
+    """A BERT of two layers; a tokenizer with the commonest word pieces of the training texts goes
+    to the folder.
+    """
     from tokenizers import BertWordPieceTokenizer
 
     pieces = BertWordPieceTokenizer(lowercase=True)
-    pieces.train_from_iterator(train.inputs, vocab_size=3000, special_tokens=SPECIAL, show_progress=False)
+    pieces.train_from_iterator(
+        train.inputs, vocab_size=3000, special_tokens=SPECIAL, show_progress=False
+    )
     pieces.save_model(str(folder))
     tokenizer = transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=LENGTH)
     tokenizer.save_pretrained(folder)
     config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128,
-        max_position_embeddings=LENGTH, num_labels=n_classes, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=LENGTH,
+        num_labels=n_classes,
+        attn_implementation="eager",
+    )
     return transformers.BertForSequenceClassification(config)
 
 
@@ -89,11 +107,17 @@ def make(name: str, given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("networks", nargs="+", choices=tuple(NETWORKS))
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="where data files are")
-    parser.add_argument("--out", type=Path, default=Path("checkpoints"), help="folder for the checkpoint folders")
-    parser.add_argument("--steps", type=int, default=1200, help="steps of training, with 64 examples each")
+    parser.add_argument(
+        "--out", type=Path, default=Path("checkpoints"), help="folder for the checkpoint folders"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1200, help="steps of training, with 64 examples each"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     for name in given.networks:

@@ -39,17 +39,25 @@ class Layout:
 
 LAYOUTS = {
     "1": Layout(
-        "1", "Stochastic marginal likelihood estimators on CIFAR",
+        "1",
+        "Stochastic marginal likelihood estimators on CIFAR",
         {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"},
-        {"log_marglik": "log q", "test_log_likelihood": "log lik.", "test_accuracy": "acc. [%]", "time": "time"},
+        {
+            "log_marglik": "log q",
+            "test_log_likelihood": "log lik.",
+            "test_accuracy": "acc. [%]",
+            "time": "time",
+        },
         {"prior": "cifar", "invariance": "cifar-lila"},
     ),
     "2": Layout(
-        "2", "Hyperparameter learning on TinyImageNet", {"tinyimagenet": "TinyImageNet"},
+        "2",
+        "Hyperparameter learning on TinyImageNet",
+        {"tinyimagenet": "TinyImageNet"},
         {"test_log_likelihood": "log likelihood", "test_accuracy": "accuracy [%]"},
         {"prior": "tiny", "invariance": "tiny-lila"},
     ),
-}  # fmt: skip
+}
 
 
 def rows_from(given: Sequence[Path]) -> list[Row]:
@@ -69,19 +77,33 @@ def body(layout: Layout, rows: list[Row], published: list[Row]) -> Iterator[list
         partner = {name: _partner(name, found) for (name,) in printed}
         extra = [label for label in found if label not in partner.values()]
         for name, label in [*partner.items(), *((label.upper(), label) for label in extra)]:
-            yield [block, name, *_cells(layout, [r for r in own if r["estimator"] == label], own, printed.get((name,)))]
+            yield [
+                block,
+                name,
+                *_cells(
+                    layout, [r for r in own if r["estimator"] == label], own, printed.get((name,))
+                ),
+            ]
 
 
 def _partner(name: str, found: list[str]) -> str | None:
-    """The measured estimator of a published name: the same, or the same but for how blocks are drawn."""
+    """The measured estimator of a published name: the same, or the same but for how blocks are
+    drawn.
+    """
     exact = [label for label in found if label.lower() == name.lower()]
-    return next(iter(exact or [label for label in found if label.lower().split()[0] == name.lower()]), None)
+    return next(
+        iter(exact or [label for label in found if label.lower().split()[0] == name.lower()]), None
+    )
 
 
-def _cells(layout: Layout, runs: list[Row], block: list[Row], published: list[Row] | None) -> Iterator[str]:
+def _cells(
+    layout: Layout, runs: list[Row], block: list[Row], published: list[Row] | None
+) -> Iterator[str]:
     for dataset in layout.datasets:
         own = [row for row in runs if row["dataset"] == dataset]
-        reference = [r for r in block if r["dataset"] == dataset and r["estimator"].lower() == REFERENCE]
+        reference = [
+            r for r in block if r["dataset"] == dataset and r["estimator"].lower() == REFERENCE
+        ]
         beside = next((p for p in published or [] if p["dataset"] == dataset), {})
         for column in layout.columns:
             measured, paper = _measured(column, own, reference), beside.get(column) or "-"
@@ -96,23 +118,35 @@ def _measured(column: str, own: list[Row], reference: list[Row]) -> str:
     if column == "log_marglik" and own and own[0]["estimator"] == "map":
         return "-"  # it maximises none
     accuracy = column == "test_accuracy"
-    return records.as_text([(100 if accuracy else 1) * v for v in records.values(own, column)], 1 if accuracy else 2)
+    return records.as_text(
+        [(100 if accuracy else 1) * v for v in records.values(own, column)], 1 if accuracy else 2
+    )
 
 
 def _seconds(rows: list[Row]) -> float:
-    """Training time without evaluation, of the fastest run: whatever else a machine does only adds to it."""
-    times = zip(records.values(rows, "seconds_weights"), records.values(rows, "seconds_hyper"), strict=True)
+    """Training time without evaluation, of the fastest run: whatever else a machine does only adds
+    to it.
+    """
+    times = zip(
+        records.values(rows, "seconds_weights"), records.values(rows, "seconds_hyper"), strict=True
+    )
     return min(sum(parts) for parts in times)
 
 
 def caption(layout: Layout, rows: list[Row]) -> str:
     """What is shown, and how the runs differ from the paper's."""
-    parts = [f"{layout.title}: measured, mean ± standard error over seeds (in brackets: published)."]
+    parts = [
+        f"{layout.title}: measured, mean ± standard error over seeds (in brackets: published)."
+    ]
     if "time" in layout.columns:
         parts.append("Time of training relative to KFAC-N-C, of the fastest seed each.")
     for block, experiment in layout.experiments.items():
         own = [row for row in rows if BLOCKS[row["augment"]] == block]
-        parts.append(f"{block.capitalize()}: {_scale(own, experiment)}." if own else f"{block.capitalize()}: not run.")
+        parts.append(
+            f"{block.capitalize()}: {_scale(own, experiment)}."
+            if own
+            else f"{block.capitalize()}: not run."
+        )
     return " ".join(parts)
 
 
@@ -122,13 +156,24 @@ def _scale(rows: list[Row], experiment: str) -> str:
     shared = _shared(list(of_runs.values()))
     changes, told = [experiments.described(shared)], set(shared)
     for (dataset,), own in records.grouped(rows, "dataset").items():
-        only = {k: v for k, v in _shared([of_runs[id(row)] for row in own]).items() if k not in shared}
+        only = {
+            k: v for k, v in _shared([of_runs[id(row)] for row in own]).items() if k not in shared
+        }
         changes.append(f"{dataset} {experiments.described(only)}" if only else "")
         told |= set(only)
     rest = sorted({name for changed in of_runs.values() for name in changed} - told)
     changes.append(f"in some runs also {', '.join(rest)}" if rest else "")
-    reduced = f"not the paper's size ({'; '.join(filter(None, changes))})" if any(changes) else "the paper's settings"
-    seeds = sorted({len({m["seed"] for m in own}) for own in records.grouped(rows, "dataset", "estimator").values()})
+    reduced = (
+        f"not the paper's size ({'; '.join(filter(None, changes))})"
+        if any(changes)
+        else "the paper's settings"
+    )
+    seeds = sorted(
+        {
+            len({m["seed"] for m in own})
+            for own in records.grouped(rows, "dataset", "estimator").values()
+        }
+    )
     counted = " to ".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
     return f"{reduced}, {counted} seed{'' if seeds[-1] == 1 else 's'}"
 
@@ -136,17 +181,23 @@ def _scale(rows: list[Row], experiment: str) -> str:
 def _shared(differences: list[dict[str, Change]]) -> dict[str, Change]:
     """The changes that all of them have."""
     first, *others = differences
-    return {name: change for name, change in first.items() if all(d.get(name) == change for d in others)}
+    return {
+        name: change for name, change in first.items() if all(d.get(name) == change for d in others)
+    }
 
 
 def _difference(config: Config, experiment: str) -> dict[str, Change]:
-    """Changed settings of a run; estimators of all data have settings of their own where there is a file for them."""
+    """Changed settings of a run; estimators of all data have settings of their own where there is a
+    file for them.
+    """
     own, left_out = f"{experiment}-full", OF_THE_ROW
     whole = config.estimator.subset == 0 and (experiments.CONFIGS / f"{own}.yaml").exists()
     if whole:
         left_out = left_out | {"aug_steps"}  # one for each block
     paper = experiments.load(experiment, own) if whole else experiments.load(experiment)
-    return {name: c for name, c in experiments.difference(paper, config).items() if name not in left_out}
+    return {
+        name: c for name, c in experiments.difference(paper, config).items() if name not in left_out
+    }
 
 
 def _config(row: Row) -> Config:
@@ -157,19 +208,29 @@ def markdown(layout: Layout, lines: list[list[str]], text: str) -> str:
     """The table in Markdown."""
     heads = [f"{d} {c}" for d in layout.datasets.values() for c in layout.columns.values()]
     shown = [["h", "estimator", *heads], ["---"] * (2 + len(heads)), *lines]
-    return "\n".join([f"**Table {layout.number}.** {text}", "", *(f"| {' | '.join(line)} |" for line in shown)])
+    return "\n".join(
+        [f"**Table {layout.number}.** {text}", "", *(f"| {' | '.join(line)} |" for line in shown)]
+    )
 
 
 def latex(layout: Layout, lines: list[list[str]], text: str) -> str:
     """The table in LaTeX, for booktabs."""
 
     def escaped(cell: str) -> str:
-        for plain, special in (("%", r"\%"), ("_", r"\_"), ("±", r"$\pm$"), ("~", r"$\sim$"), ("->", r"$\to$")):
+        for plain, special in (
+            ("%", r"\%"),
+            ("_", r"\_"),
+            ("±", r"$\pm$"),
+            ("~", r"$\sim$"),
+            ("->", r"$\to$"),
+        ):
             cell = cell.replace(plain, special)
         return cell
 
     width = len(layout.columns)
-    groups = " & ".join(rf"\multicolumn{{{width}}}{{c}}{{{name}}}" for name in layout.datasets.values())
+    groups = " & ".join(
+        rf"\multicolumn{{{width}}}{{c}}{{{name}}}" for name in layout.datasets.values()
+    )
     heads = " & ".join(escaped(name) for _ in layout.datasets for name in layout.columns.values())
     content = []
     for position, (block, *cells) in enumerate(lines):
@@ -177,16 +238,28 @@ def latex(layout: Layout, lines: list[list[str]], text: str) -> str:
             content.append(r"\midrule")
         first = block if not position or block != lines[position - 1][0] else ""
         content.append(" & ".join(map(escaped, [first, *cells])) + r" \\")
-    return "\n".join([
-        r"\begin{table}", r"\centering", rf"\caption{{{escaped(text)}}}",
-        rf"\begin{{tabular}}{{ll{'c' * width * len(layout.datasets)}}}", r"\toprule",
-        rf" & & {groups} \\", rf"$h$ & estimator & {heads} \\", r"\midrule", *content,
-        r"\bottomrule", r"\end{tabular}", r"\end{table}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{escaped(text)}}}",
+            rf"\begin{{tabular}}{{ll{'c' * width * len(layout.datasets)}}}",
+            r"\toprule",
+            rf" & & {groups} \\",
+            rf"$h$ & estimator & {heads} \\",
+            r"\midrule",
+            *content,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+    )
 
 
 def rendered(number: str, given: Sequence[Path], style: str = "markdown") -> str | None:
-    """A table of the paper from run folders and csv files; None if they have no finished run for it."""
+    """A table of the paper from run folders and csv files; None if they have no finished run for
+    it.
+    """
     layout = LAYOUTS[number]
     rows = [row for row in rows_from(given) if row["dataset"] in layout.datasets]
     if not rows:
@@ -197,8 +270,12 @@ def rendered(number: str, given: Sequence[Path], style: str = "markdown") -> str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders, folders of them, or csv files of runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="run folders, folders of them, or csv files of runs"
+    )
     parser.add_argument("--table", choices=tuple(LAYOUTS), default="1")
     parser.add_argument("--format", choices=("markdown", "latex"), default="markdown")
     given = parser.parse_args()

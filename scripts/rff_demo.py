@@ -1,11 +1,14 @@
-"""Regression on random Fourier features: what the exact evidence, the ELBO and the data-emphasised ELBO learn.
+"""Regression on random Fourier features: what the exact evidence, the ELBO and the data-emphasised
+ELBO learn.
 
     phi_r(x) = o sqrt(2/R) cos(W_r x / l + b_r),     f = phi w,  w ~ N(0, I),     y = f + N(0, s^2)
 
-R features, N data, lengthscale l, scale o, noise s. With q = N(m, sigma^2 I) everything is in closed form:
+R features, N data, lengthscale l, scale o, noise s. With q = N(m, sigma^2 I) everything is in
+closed form:
 
     evidence     log N(y; 0, K + s^2 I),   K = Phi Phi^T
-    J_kappa      kappa [ -(|y - Phi m|^2 + sigma^2 |Phi|_F^2) / (2 s^2) - N/2 log(2 pi s^2) ] - KL(q || N(0, I))
+    J_kappa      kappa [ -(|y - Phi m|^2 + sigma^2 |Phi|_F^2) / (2 s^2) - N/2 log(2 pi s^2) ]
+                 - KL(q || N(0, I))
     its optimum  m = Phi^T (K + s^2/kappa I)^-1 y,     1/sigma^2 = 1 + kappa |Phi|_F^2 / (R s^2)
 
 python scripts/rff_demo.py [--features 1024] [--plot FILE.png] [--csv FILE.csv]
@@ -27,8 +30,17 @@ from ntkmarglik.runs.records import write
 HERE = Path(__file__).parent.parent / "illustrations"
 N_DATA, N_TEST, STEPS = 20, 200, 1500
 COLUMNS = (
-    "objective", "lengthscale", "scale", "noise", "sigma", "train_rmse", "test_rmse", "value", "elbo", "log_evidence"
-)  # fmt: skip
+    "objective",
+    "lengthscale",
+    "scale",
+    "noise",
+    "sigma",
+    "train_rmse",
+    "test_rmse",
+    "value",
+    "elbo",
+    "log_evidence",
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,11 @@ def log_evidence(phi: Tensor, y: Tensor, s2: Tensor) -> Tensor:
     """log N(y; 0, Phi Phi^T + s^2 I)."""
     root = torch.linalg.cholesky(phi @ phi.mT + s2 * torch.eye(len(y), dtype=y.dtype))
     white = torch.linalg.solve_triangular(root, y.unsqueeze(1), upper=False)
-    return -0.5 * white.square().sum() - root.diagonal().log().sum() - len(y) / 2 * math.log(2 * math.pi)
+    return (
+        -0.5 * white.square().sum()
+        - root.diagonal().log().sum()
+        - len(y) / 2 * math.log(2 * math.pi)
+    )
 
 
 def exact_posterior(phi: Tensor, y: Tensor, s2: Tensor) -> Posterior:
@@ -124,9 +140,11 @@ class Fit:
 
     def posterior(self) -> Posterior:
         phi, y = self.phi(self.problem.x), self.problem.y
-        return exact_posterior(phi, y, self.s2) if self.kappa is None else isotropic_posterior(
-            phi, y, self.s2, self.kappa
-        )  # fmt: skip
+        return (
+            exact_posterior(phi, y, self.s2)
+            if self.kappa is None
+            else isotropic_posterior(phi, y, self.s2, self.kappa)
+        )
 
     def value(self) -> Tensor:
         """The objective at its best posterior."""
@@ -147,13 +165,21 @@ class Fit:
         grid = grid_inputs()
         own = isotropic_posterior(phi, y, self.s2, 1.0)
         return {
-            "objective": self.objective, "lengthscale": self.log_l.exp().item(), "scale": self.log_o.exp().item(),
-            "noise": self.log_s.exp().item(), "sigma": None if q.sigma is None else q.sigma.item(),
+            "objective": self.objective,
+            "lengthscale": self.log_l.exp().item(),
+            "scale": self.log_o.exp().item(),
+            "noise": self.log_s.exp().item(),
+            "sigma": None if q.sigma is None else q.sigma.item(),
             "train_rmse": (self.predict(self.problem.x)[0] - y).square().mean().sqrt().item(),
-            "test_rmse": (self.predict(grid)[0] - torch.sin(3 * grid)).square().mean().sqrt().item(),
-            "value": self.value().item(), "elbo": emphasised_elbo(phi, y, self.s2, own, 1.0).item(),
+            "test_rmse": (self.predict(grid)[0] - torch.sin(3 * grid))
+            .square()
+            .mean()
+            .sqrt()
+            .item(),
+            "value": self.value().item(),
+            "elbo": emphasised_elbo(phi, y, self.s2, own, 1.0).item(),
             "log_evidence": log_evidence(phi, y, self.s2).item(),
-        }  # fmt: skip
+        }
 
 
 def grid_inputs() -> Tensor:
@@ -162,9 +188,15 @@ def grid_inputs() -> Tensor:
 
 
 def fitted(
-    objective: str, problem: Problem, kappa: float | None, noise: float | None = None, steps: int = STEPS
+    objective: str,
+    problem: Problem,
+    kappa: float | None,
+    noise: float | None = None,
+    steps: int = STEPS,
 ) -> Fit:
-    """Maximise over lengthscale, scale and, unless it is given, the noise, all starting at 1 (noise: 0.3)."""
+    """Maximise over lengthscale, scale and, unless it is given, the noise, all starting at 1
+    (noise: 0.3).
+    """
     start = [0.0, 0.0, math.log(noise or 0.3)]
     log_l, log_o, log_s = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in start)
     fit = Fit(objective, problem, log_l, log_o, log_s, kappa)
@@ -177,7 +209,9 @@ def fitted(
 
 
 def fits(problem: Problem, steps: int = STEPS) -> list[Fit]:
-    """Every objective; the data-emphasised one with a fixed noise, and what happens to a learned one."""
+    """Every objective; the data-emphasised one with a fixed noise, and what happens to a learned
+    one.
+    """
     kappa = len(problem.phases) / len(problem.y)
     return [
         fitted("evidence", problem, None, steps=steps),
@@ -195,17 +229,29 @@ def draw(found: list[Fit], target: Path) -> None:
         for axes, fit, colour in zip(panels[0], shown, COLOURS, strict=False):
             mean, deviation = (t.numpy() for t in fit.predict(grid))
             row = fit.row()
-            axes.fill_between(grid, mean - 2 * deviation, mean + 2 * deviation, color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(
+                grid,
+                mean - 2 * deviation,
+                mean + 2 * deviation,
+                color=colour,
+                alpha=0.2,
+                linewidth=0,
+            )
             axes.plot(grid, mean, color=colour, linewidth=1.4)
             axes.plot(grid, torch.sin(3 * grid), color="0.5", linewidth=0.9, linestyle="--")
             axes.plot(fit.problem.x, fit.problem.y, "k.", markersize=4)
-            axes.set_title(f"{fit.objective}\nl {row['lengthscale']:.2f}, o {row['scale']:.2f}, s {row['noise']:.3f}")
+            axes.set_title(
+                f"{fit.objective}\nl {row['lengthscale']:.2f}, o {row['scale']:.2f}, s "
+                f"{row['noise']:.3f}"
+            )
             axes.set_xlabel(f"RMSE: train {row['train_rmse']:.2f}, test {row['test_rmse']:.2f}")
             axes.set_ylim(-2.4, 2.4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--features", type=int, default=1024, help="random features R")
     parser.add_argument("--seed", type=int, default=0, help="of data and features")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each maximisation")

@@ -11,29 +11,50 @@ from pathlib import Path
 
 from ntkmarglik.runs import records
 
-SHOWN = {"test_log_likelihood": 3, "test_accuracy": 2, "test_ece": 3, "train_log_likelihood": 3, "log_marglik": 3}
+SHOWN = {
+    "test_log_likelihood": 3,
+    "test_accuracy": 2,
+    "test_ece": 3,
+    "train_log_likelihood": 3,
+    "log_marglik": 3,
+}
 
 
 def table(rows: list[records.Row]) -> str:
     """Means over seeds with standard errors, in Markdown."""
-    headings = ("data, model", "estimator", "seeds", "test log-lik.", "test acc. %", "test ECE", "train log-lik.")
+    headings = (
+        "data, model",
+        "estimator",
+        "seeds",
+        "test log-lik.",
+        "test acc. %",
+        "test ECE",
+        "train log-lik.",
+    )
     lines = [f"| {' | '.join(headings)} | log evidence / datum |", "|---" * 8 + "|"]
     groups = records.grouped(rows, "dataset", "model", "n_data", "estimator", "augment")
     for (dataset, model, n_data, estimator, augment), members in groups.items():
         label = estimator + (", affine" if augment == "affine" else "")
         percent = {"test_accuracy": 100}
         cells = [
-            records.as_text([percent.get(name, 1) * value for value in records.values(members, name)], digits)
+            records.as_text(
+                [percent.get(name, 1) * value for value in records.values(members, name)], digits
+            )
             for name, digits in SHOWN.items()
         ]
         status = members[0]["log_marglik_status"]
         status = "" if status == "approximation" else f" ({status})"
-        lines.append(f"| {dataset}-{n_data}, {model} | {label} | {len(members)} | {' | '.join(cells)}{status} |")
+        lines.append(
+            f"| {dataset}-{n_data}, {model} | {label} | {len(members)} | "
+            f"{' | '.join(cells)}{status} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders of run folders")
     parser.add_argument("--csv", type=Path, help="also write one row per run here")
     parser.add_argument("--traces", type=Path, help="also write one row per evaluated epoch here")

@@ -1,4 +1,6 @@
-"""Shared settings: float64 references, one thread (tests run in parallel processes), warnings as errors elsewhere."""
+"""Shared settings: float64 references, one thread (tests run in parallel processes), warnings as
+errors elsewhere.
+"""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
 """What the ranks of test_distributed.py do: the same on several ranks and on one, and compare.
 
-`torchrun ... distributed_programs.py FOLDER NAME ...` makes checks of the library, and runs of distributed_runs.py;
-many in one start, since every process spends seconds importing torch.
+`torchrun ... distributed_programs.py FOLDER NAME ...` makes checks of the library, and runs of
+distributed_runs.py; many in one start, since every process spends seconds importing torch.
 """
 
 import sys
@@ -32,14 +32,16 @@ STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 
 
 def close(found, expected, what, rtol=1e-9):
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol / 10, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        found, expected, rtol=rtol, atol=rtol / 10, msg=lambda m: f"{what}: {m}"
+    )
 
 
 def wide():
     """A network whose rows are kept as factors."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(144, 12), nn.Tanh(), nn.Linear(12, 3)), torch.randn(
-        5, 1, 12, 12
-    ).double()
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(144, 12), nn.Tanh(), nn.Linear(12, 3)
+    ), torch.randn(5, 1, 12, 12).double()
 
 
 def case(name):
@@ -47,14 +49,23 @@ def case(name):
 
 
 def estimates(ranks, name, structure, *, augment=0, prior="layerwise", streamed=False, **options):
-    """Evidence and gradients, of a block or of all data in batches, with these ranks or (None) without."""
+    """Evidence and gradients, of a block or of all data in batches, with these ranks or (None)
+    without.
+    """
     model, x, y = case(name)
     x, y = torch.cat([x, -x, x / 2])[:7], torch.cat([y, y, y])[:7]  # an odd number
     module = AffineAugmentation(augment, flip=True, init=0.2).double() if augment else None
     ml = MarginalLikelihood(
-        model, "classification", n_data=7 if streamed else 20, prior=GaussianPrior(model, prior, 0.3),
-        structure=structure, augment=module, ranks=ranks, generator=torch.Generator().manual_seed(1), **options,
-    )  # fmt: skip
+        model,
+        "classification",
+        n_data=7 if streamed else 20,
+        prior=GaussianPrior(model, prior, 0.3),
+        structure=structure,
+        augment=module,
+        ranks=ranks,
+        generator=torch.Generator().manual_seed(1),
+        **options,
+    )
     if streamed:
         batches = list(zip(x.split(3), y.split(3), strict=True))  # the last has one datum
         evidence = ml.full_batch(batches)
@@ -95,9 +106,15 @@ def by_blocks(ranks, structure):
     """Gradients in the augmentation of one block after the other."""
     model, batches = pictures()
     ml = MarginalLikelihood(
-        model, "classification", n_data=7, prior=GaussianPrior(model, "layerwise", 0.3), structure=structure,
-        augment=AffineAugmentation(2, init=0.2).double(), ranks=ranks, generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
+        model,
+        "classification",
+        n_data=7,
+        prior=GaussianPrior(model, "layerwise", 0.3),
+        structure=structure,
+        augment=AffineAugmentation(2, init=0.2).double(),
+        ranks=ranks,
+        generator=torch.Generator().manual_seed(1),
+    )
     evaluate = evidence_by_blocks(ml, batches, torch.Generator().manual_seed(2))
     return [g for _ in batches for g in torch.autograd.grad(evaluate().total, ml.hyperparameters())]
 
@@ -112,20 +129,35 @@ def samples(ranks, solver, scaling, curvature):
     model, x, y = case("mlp")
     batches = list(zip(x.split(2), y.split(2), strict=True))
     posterior = SampledLaplace(
-        model, "classification", n_data=5, prior=GaussianPrior(model, "layerwise", 0.3), samples=2, solver=solver,
-        scaling=scaling, curvature=curvature, ranks=ranks, generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
+        model,
+        "classification",
+        n_data=5,
+        prior=GaussianPrior(model, "layerwise", 0.3),
+        samples=2,
+        solver=solver,
+        scaling=scaling,
+        curvature=curvature,
+        ranks=ranks,
+        generator=torch.Generator().manual_seed(1),
+    )
     precision = posterior.fit(batches).update_prior(batches)
-    return precision, posterior.weight_samples, posterior.mode, posterior.log_evidence(batches, rungs_=2).total
+    return (
+        precision,
+        posterior.weight_samples,
+        posterior.mode,
+        posterior.log_evidence(batches, rungs_=2).total,
+    )
 
 
 def check_samples(ranks):
     exact = ConjugateGradients(1e-12, 4, rows=3)
     steps = Sgd(2, noise_in="data")
     for settings in (
-        (exact, "g-prior", "outputs"), (steps, "none", "outputs"), (exact, "none", "averaged"),
+        (exact, "g-prior", "outputs"),
+        (steps, "none", "outputs"),
+        (exact, "none", "averaged"),
         (steps, "none", "averaged"),
-    ):  # fmt: skip
+    ):
         expected, found = (samples(r, *settings) for r in (None, ranks))
         for e, f in zip(expected, found, strict=True):
             close(f, e, str(settings), rtol=1e-6)
@@ -138,7 +170,12 @@ def check_bounds(ranks):
         generator = torch.Generator().manual_seed(1)
         augment = AffineAugmentation(2, init=0.2).double()
         elbo = DataEmphasizedELBO(
-            model, "classification", n_data=7, prior=GaussianPrior(model), augment=augment, generator=generator
+            model,
+            "classification",
+            n_data=7,
+            prior=GaussianPrior(model),
+            augment=augment,
+            generator=generator,
         )
         bounds = elbo.evaluate(batches, samples=3, ranks=r)
         found.append(torch.stack([bounds.elbo.total, bounds.de_elbo.total]))
@@ -152,9 +189,18 @@ def check_refusals(ranks):
     def estimate(seed=0, **options):
         generator = torch.Generator().manual_seed(seed)
         ml = MarginalLikelihood(
-            model, "classification", n_data=7, prior=GaussianPrior(model), ranks=ranks, generator=generator
+            model,
+            "classification",
+            n_data=7,
+            prior=GaussianPrior(model),
+            ranks=ranks,
+            generator=generator,
         )
-        return ml.full_batch(options.get("batches", batches)) if "x" not in options else ml(*options["x"])
+        return (
+            ml.full_batch(options.get("batches", batches))
+            if "x" not in options
+            else ml(*options["x"])
+        )
 
     for options, words in (
         ({"seed": ranks.rank}, "different blocks"),

@@ -11,11 +11,14 @@ from test_runner import results
 import ntkmarglik.programs.classify.run
 from ntkmarglik.programs.classify.config import parse
 
+# 47 = 23 + 23 + 1: uneven parts, one of them empty; three blocks on two ranks are two and one
 TINY = shlex.split(
-    "--model mlp --width 6 --n-data 47 --subset 16 --outputs 2 --epochs 2 --burnin 1 --frequency 1 --prior-steps 2 "
-    "--aug-steps 1 --aug-samples 2 --batch-size 23 --precision float64 --samples 2 --solver-passes 4 --ladder 2 "
+    "--model mlp --width 6 --n-data 47 --subset 16 --outputs 2 --epochs 2 --burnin 1 --frequency 1 "
+    "--prior-steps 2 "
+    "--aug-steps 1 --aug-samples 2 --batch-size 23 --precision float64 --samples 2 --solver-passes "
+    "4 --ladder 2 "
     "--blocks-per-step 3 --lr 1e-3 --no-baseline"
-)  # 47 = 23 + 23 + 1: uneven parts, one of them empty; three blocks on two ranks are two and one
+)
 RUNS = {
     "map": "--method map",
     "ntk": "--method ntk --augment affine --flip --baseline",
@@ -37,7 +40,9 @@ RUNS = {
 
 def run(name, folder):
     with mock.patch.multiple("ntkmarglik.runs.report", save=mock.DEFAULT, show=mock.DEFAULT):
-        ntkmarglik.programs.classify.run.run(parse([*TINY, *shlex.split(RUNS[name]), "--out", str(folder / name)]))
+        ntkmarglik.programs.classify.run.run(
+            parse([*TINY, *shlex.split(RUNS[name]), "--out", str(folder / name)])
+        )
 
 
 def differences(found, expected, where=""):
@@ -46,16 +51,27 @@ def differences(found, expected, where=""):
         keys = expected if isinstance(expected, dict) else range(len(expected))
         if len(found) != len(expected):
             return [f"{where}: {len(found)} instead of {len(expected)} entries"]
-        return [d for key in keys if key != "ranks" for d in differences(found[key], expected[key], f"{where}.{key}")]
+        return [
+            d
+            for key in keys
+            if key != "ranks"
+            for d in differences(found[key], expected[key], f"{where}.{key}")
+        ]
     if isinstance(expected, float) and isinstance(found, float):
-        return [] if abs(found - expected) <= 1e-6 * max(1e-3, abs(expected)) else [f"{where}: {found} not {expected}"]
+        return (
+            []
+            if abs(found - expected) <= 1e-6 * max(1e-3, abs(expected))
+            else [f"{where}: {found} not {expected}"]
+        )
     return [] if found == expected else [f"{where}: {found} not {expected}"]
 
 
 def alone(names, folder):
     """Runs in one process each, shared out among processes that do not know of each other."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with mock.patch("ntkmarglik.programs.classify.run.meeting", return_value=contextlib.nullcontext(None)):
+    with mock.patch(
+        "ntkmarglik.programs.classify.run.meeting", return_value=contextlib.nullcontext(None)
+    ):
         with mock.patch("ntkmarglik.programs.classify.run.rank", return_value=0):
             for name in names[rank::size]:
                 run(name, folder)
@@ -63,9 +79,15 @@ def alone(names, folder):
 
 def compare(ranks, name, folder):
     """The same run on all ranks."""
-    with mock.patch("ntkmarglik.programs.classify.run.meeting", return_value=contextlib.nullcontext(ranks)):
+    with mock.patch(
+        "ntkmarglik.programs.classify.run.meeting", return_value=contextlib.nullcontext(ranks)
+    ):
         run(name, folder / "several")
     ranks.barrier("reading both runs")
-    found = differences(*(json.loads(json.dumps(results(folder / kind / name))) for kind in ("several", "one")))
+    found = differences(
+        *(json.loads(json.dumps(results(folder / kind / name))) for kind in ("several", "one"))
+    )
     assert not found, "\n".join([name, *found])
-    assert json.loads((folder / "several" / name / "summary.json").read_text())["ranks"] == ranks.size
+    assert (
+        json.loads((folder / "several" / name / "summary.json").read_text())["ranks"] == ranks.size
+    )

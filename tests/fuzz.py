@@ -1,8 +1,10 @@
-"""Random small float64 networks and evidence problems: `draw(seed)` gives the same `FuzzCase` for a seed every time.
+"""Random small float64 networks and evidence problems: `draw(seed)` gives the same `FuzzCase` for a
+seed every time.
 
-A network is a chain of pieces (`fuzz_pieces`), activations between them, and a head; where the kind of an activation is
-not what the next piece takes, a reshape or a pooling is put between them. Every seed features one piece (its number
-modulo theirs), the rest is random, so that any range of `len(PIECES)` seeds has all of them.
+A network is a chain of pieces (`fuzz_pieces`), activations between them, and a head; where the kind
+of an activation is not what the next piece takes, a reshape or a pooling is put between them. Every
+seed features one piece (its number modulo theirs), the rest is random, so that any range of
+`len(PIECES)` seeds has all of them.
 """
 
 import random
@@ -47,13 +49,21 @@ LIKELIHOODS = {
 }
 STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 ROOTS = ("paper", "fisher", "symmetric", "eigen")
-PRIORS = {"scalar": "scalar", "layerwise": "layerwise", "diagonal": "diagonal", "groups": {"*weight*": "a", "*": "b"}}
+PRIORS = {
+    "scalar": "scalar",
+    "layerwise": "layerwise",
+    "diagonal": "diagonal",
+    "groups": {"*weight*": "a", "*": "b"},
+}
 MAX_PARAMETERS = 300
-SALT = "j"  # of all draws; with this one, seeds below 150 show every error that was found when there were some
+# of all draws; with this one, seeds below 150 show every error that was found when there were some
+SALT = "j"
 
 
 class Network(nn.Module):
-    """A chain with a constant factor that brings the outputs to a range where no likelihood saturates."""
+    """A chain with a constant factor that brings the outputs to a range where no likelihood
+    saturates.
+    """
 
     def __init__(self, modules):
         super().__init__()
@@ -76,15 +86,23 @@ def start_shape(r, kind):
 
 
 def random_inputs(n, kind, shape):
-    return torch.randint(VOCABULARY, (n, *shape)) if kind == TOKENS else torch.randn(n, *shape, dtype=torch.float64)
+    return (
+        torch.randint(VOCABULARY, (n, *shape))
+        if kind == TOKENS
+        else torch.randn(n, *shape, dtype=torch.float64)
+    )
 
 
 def adaptor(r, shape, kind):
-    """A module from inputs [n, *shape] to `kind`; it has weights only where a vector must become more."""
+    """A module from inputs [n, *shape] to `kind`; it has weights only where a vector must become
+    more.
+    """
     have = len(shape)
     if have == VECTOR:
         larger = start_shape(r, kind)
-        return nn.Sequential(nn.Linear(shape[0], torch.Size(larger).numel()), nn.Unflatten(1, larger))
+        return nn.Sequential(
+            nn.Linear(shape[0], torch.Size(larger).numel()), nn.Unflatten(1, larger)
+        )
     if have < kind:
         return nn.Unflatten(1, (*[1] * (kind - have), shape[0]))
     if kind == IMAGE:
@@ -96,7 +114,9 @@ def adaptor(r, shape, kind):
 
 
 class Chain:
-    """A network under construction: its modules, what they are called, and an example of its activations."""
+    """A network under construction: its modules, what they are called, and an example of its
+    activations.
+    """
 
     def __init__(self, r, kind, piecewise):
         self.r, self.shape = r, start_shape(r, kind)
@@ -122,8 +142,12 @@ class Chain:
             self.add(ACTIVATIONS[activation](), activation)
 
     def add_head(self, head, outputs, likelihood):
-        """Outputs [n, C], or at two positions: [n, C, 2], and [n, 2, C] where no axis is that of classes."""
-        several = likelihood != "heteroscedastic" and self.example.dim() > 2 and self.r.random() < 0.4
+        """Outputs [n, C], or at two positions: [n, C, 2], and [n, 2, C] where no axis is that of
+        classes.
+        """
+        several = (
+            likelihood != "heteroscedastic" and self.example.dim() > 2 and self.r.random() < 0.4
+        )
         self.become(SEQUENCE if several else VECTOR)
         if several:
             self.add(Op(lambda m, x: x[:, :2]))
@@ -136,7 +160,11 @@ def random_pieces(r, featured, piecewise, attempt):
     """The featured piece among others; fewer of them after failed attempts."""
     if PIECES[featured].alone:
         return [featured]
-    others = PIECEWISE if piecewise else [name for name, p in PIECES.items() if not p.first and not p.alone]
+    others = (
+        PIECEWISE
+        if piecewise
+        else [name for name, p in PIECES.items() if not p.first and not p.alone]
+    )
     names = r.sample(others, r.randint(0, max(1, 3 - attempt // 3)))
     names.insert(0 if PIECES[featured].first or piecewise else r.randint(0, len(names)), featured)
     if r.random() < 0.15 and not piecewise and not PIECES[featured].first:
@@ -146,12 +174,15 @@ def random_pieces(r, featured, piecewise, attempt):
 
 def random_chain(r, featured, likelihood, piecewise, attempt):
     names = random_pieces(r, featured, piecewise, attempt)
-    few = featured in PIECEWISE_GATES and r.random() < 0.7  # gates, so that all of them may saturate
+    # gates, so that all of them may saturate
+    few = featured in PIECEWISE_GATES and r.random() < 0.7
     kind = VECTOR if few else r.choice(PIECES[names[0]].kinds)
     chain = Chain(r, kind, piecewise)
     for name in names:
         chain.add_piece(name)
-    outputs = {"categorical": r.randint(2, 4), "heteroscedastic": r.choice([2, 4])}.get(likelihood, r.randint(1, 4))
+    outputs = {"categorical": r.randint(2, 4), "heteroscedastic": r.choice([2, 4])}.get(
+        likelihood, r.randint(1, 4)
+    )
     heads = list(HEADS)[:3] if piecewise else list(HEADS)
     chain.add_head("fixed" if PIECES[featured].alone else r.choice(heads), outputs, likelihood)
     return chain, kind
@@ -166,7 +197,8 @@ class FuzzCase:
     model: nn.Module
     x: torch.Tensor
     y: torch.Tensor
-    saturated: bool  # the first two data points, on which the library plans, are much larger than the others
+    # the first two data points, on which the library plans, are much larger than the others
+    saturated: bool
     likelihood: str
     temperature: float
     learn_temperature: bool
@@ -184,13 +216,19 @@ class FuzzCase:
     @property
     def seeds_follow_outputs(self):
         """Whether rows are some columns of a true root of a full Hessian."""
-        return self.columns is not None and self.root != "paper" and self.likelihood == "categorical"
+        return (
+            self.columns is not None and self.root != "paper" and self.likelihood == "categorical"
+        )
 
     def marginal_likelihood(self):
         """The library's object for this case, and with it all hyperparameters."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(self.seed)
-            weights = {k: p for k, p in self.model.named_parameters() if p.requires_grad and k not in self.hyper}
+            weights = {
+                k: p
+                for k, p in self.model.named_parameters()
+                if p.requires_grad and k not in self.hyper
+            }
             mean = {name: 0.1 * torch.randn_like(w) for name, w in weights.items()}
             prior = GaussianPrior(self.model, PRIORS[self.prior], mean=mean, hyper=self.hyper)
             prior.log_precision.normal_(0.3, 0.5)
@@ -201,15 +239,23 @@ class FuzzCase:
         likelihood = LIKELIHOODS[self.likelihood](
             temperature=self.temperature, learn_temperature=self.learn_temperature, **noise
         )
-        options = {name: getattr(self, name) for name in ("structure", "root", "hyper", "chunk", "kfac", "blocks")}
-        return MarginalLikelihood(self.model, likelihood, n_data=self.n_data, prior=prior, augment=augment, **options)
+        options = {
+            name: getattr(self, name)
+            for name in ("structure", "root", "hyper", "chunk", "kfac", "blocks")
+        }
+        return MarginalLikelihood(
+            self.model, likelihood, n_data=self.n_data, prior=prior, augment=augment, **options
+        )
 
     def __str__(self):
-        facts = {k: v for k, v in vars(self).items() if k not in ("model", "x", "y", "seed", "pieces")}
+        facts = {
+            k: v for k, v in vars(self).items() if k not in ("model", "x", "y", "seed", "pieces")
+        }
         facts |= {k: v.tolist() for k, v in facts.items() if isinstance(v, torch.Tensor)}
         facts["frozen"] = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         facts |= {"x": tuple(self.x.shape), "y": tuple(self.y.shape)}
-        return f"seed {self.seed}: {' > '.join(self.pieces)}\n  {', '.join(f'{k}={v}' for k, v in facts.items())}"
+        named = ", ".join(f"{k}={v}" for k, v in facts.items())
+        return f"seed {self.seed}: {' > '.join(self.pieces)}\n  {named}"
 
 
 def draw(seed):
@@ -217,7 +263,8 @@ def draw(seed):
     for attempt in range(100):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1000 * seed + attempt)
-            # a norm of one value, a pooling wider than its input, an activation in place of what a derivative needs
+            # a norm of one value, a pooling wider than its input, an activation in place of what a
+            # derivative needs
             with suppress(ValueError, RuntimeError):
                 case = _draw(random.Random(f"{SALT}.{seed}.{attempt}"), seed, attempt)
                 if case is not None:
@@ -235,7 +282,10 @@ def _draw(r, seed, attempt):
     with torch.no_grad():
         for p in model.parameters():
             p += 0.2 * torch.randn_like(p)  # no bias is 0 and no scale is 1
-    n, saturated = r.randint(3 if piecewise else 1, 6), kind != TOKENS and r.random() < (0.8 if piecewise else 0.3)
+    n, saturated = (
+        r.randint(3 if piecewise else 1, 6),
+        kind != TOKENS and r.random() < (0.8 if piecewise else 0.3),
+    )
     x = random_inputs(n, kind, chain.shape)
     if saturated:
         x[:2] *= 20 if gated else 10
@@ -255,8 +305,12 @@ def _draw(r, seed, attempt):
         root="paper" if piecewise else r.choice(ROOTS),
         columns=random_columns(r, n, f[0].numel()),
         prior=r.choice(list(PRIORS)),
-        copies=r.randint(1, 3) if kind != TOKENS and r.random() < (0.9 if piecewise else 0.5) else None,
-        hyper=[r.choice(weights)] if len(weights) > 1 and r.random() < (0.2 if piecewise else 0.4) else [],
+        copies=r.randint(1, 3)
+        if kind != TOKENS and r.random() < (0.9 if piecewise else 0.5)
+        else None,
+        hyper=[r.choice(weights)]
+        if len(weights) > 1 and r.random() < (0.2 if piecewise else 0.4)
+        else [],
         n_data=n * r.choice([1, 1, 3]) + r.choice([0, 1]),
         chunk=None if alone else r.choice([None, 1, 2, 3]),
         kfac=r.choice(["expand", "reduce"]),
@@ -265,7 +319,9 @@ def _draw(r, seed, attempt):
 
 
 def _usable(model, x, f):
-    """Whether a case is small, its outputs are not zero, and torch can run a datum alone and differentiate."""
+    """Whether a case is small, its outputs are not zero, and torch can run a datum alone and
+    differentiate.
+    """
     weights = [p for p in model.parameters() if p.requires_grad]
     small = sum(p.numel() for p in model.parameters()) <= MAX_PARAMETERS and f.numel() <= 30
     if not weights or not small or not f.isfinite().all() or f.abs().max() < 1e-2:

@@ -1,6 +1,7 @@
 """The pieces of random networks: one line for each way in which parameters can enter a network.
 
-A piece takes some kinds of activation (its number of axes without the batch) and is made for a shape.
+A piece takes some kinds of activation (its number of axes without the batch) and is made for a
+shape.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
-TOKENS, VECTOR, SEQUENCE, IMAGE, VOLUME = range(5)  # kinds: axes besides the batch; tokens are integers [n, T]
+# kinds: axes besides the batch; tokens are integers [n, T]
+TOKENS, VECTOR, SEQUENCE, IMAGE, VOLUME = range(5)
 ANY = (VECTOR, SEQUENCE, IMAGE, VOLUME)
 SERIES = (SEQUENCE,)
 IMAGES = (IMAGE,)
@@ -77,7 +79,9 @@ def conv_padded(r, s):
 
 
 def conv_transposed(r, s):
-    return (nn.ConvTranspose1d, nn.ConvTranspose2d)[len(s) - 2](s[0], 2, 3, r.choice([1, 2]), padding=1)
+    return (nn.ConvTranspose1d, nn.ConvTranspose2d)[len(s) - 2](
+        s[0], 2, 3, r.choice([1, 2]), padding=1
+    )
 
 
 def layer_norm(r, s):
@@ -102,7 +106,9 @@ def normed_tokens(r, s):
 
 
 def cosine(m, x):
-    """Away from the zero vector, which an activation may have made and where a norm has no derivative."""
+    """Away from the zero vector, which an activation may have made and where a norm has no
+    derivative.
+    """
     return F.linear(F.normalize(x + 0.1, dim=-1), F.normalize(m.weight, dim=-1))
 
 
@@ -192,7 +198,9 @@ LINEAR = {
     "linear": Piece(ANY, lambda r, s: nn.Linear(s[-1], width(r))),
     "linear_without_bias": Piece(ANY, lambda r, s: nn.Linear(s[-1], width(r), bias=False)),
     "matmul": Piece(ANY, lambda r, s: Op(lambda m, x: x @ m.w + m.b, w=raw(s[-1], 3), b=raw(3))),
-    "matmul_from_the_left": Piece(SERIES, lambda r, s: Op(lambda m, x: m.w @ x, w=raw(width(r), s[0]))),
+    "matmul_from_the_left": Piece(
+        SERIES, lambda r, s: Op(lambda m, x: m.w @ x, w=raw(width(r), s[0]))
+    ),
     "flattened_batch": mapped(flattened, SERIES),
     "dropout": Piece(ANY, lambda r, s: nn.Sequential(nn.Linear(s[-1], width(r)), nn.Dropout(0.5))),
     "residual": mapped(lambda m, x: x + m.a(torch.tanh(x))),
@@ -200,20 +208,30 @@ LINEAR = {
     "unused": Piece(ANY, lambda r, s: Op(lambda m, x: m.a(x), unused=raw(2), **maps(s, width(r)))),
 }
 CONVOLUTIONS = {
-    "conv1d": Piece(SERIES, lambda r, s: nn.Conv1d(s[0], width(r), r.choice([1, 3]), padding="same")),
+    "conv1d": Piece(
+        SERIES, lambda r, s: nn.Conv1d(s[0], width(r), r.choice([1, 3]), padding="same")
+    ),
     "conv2d": Piece(IMAGES, conv2d),
     "conv3d": Piece((VOLUME,), lambda r, s: nn.Conv3d(s[0], 2, (1, 2, 2), padding=(0, 1, 1))),
-    "conv_grouped": Piece(IMAGES, lambda r, s: nn.Conv2d(s[0], 2 * s[0], 3, padding=1, groups=s[0])),
+    "conv_grouped": Piece(
+        IMAGES, lambda r, s: nn.Conv2d(s[0], 2 * s[0], 3, padding=1, groups=s[0])
+    ),
     "conv_strided": Piece(IMAGES, lambda r, s: conv2d(r, s, stride=2)),
     "conv_dilated": Piece(IMAGES, lambda r, s: conv2d(r, s, (2, 3), dilation=(2, 1))),
     "conv_transposed": Piece((SEQUENCE, IMAGE), conv_transposed),
     "conv_padded": Piece(IMAGES, conv_padded),
-    "max_pool": Piece(IMAGES, lambda r, s: nn.Sequential(conv2d(r, s, 2), nn.MaxPool2d(2, stride=1))),
-    "average_pool": Piece(IMAGES, lambda r, s: nn.Sequential(conv2d(r, s), nn.AvgPool2d(2, stride=1))),
+    "max_pool": Piece(
+        IMAGES, lambda r, s: nn.Sequential(conv2d(r, s, 2), nn.MaxPool2d(2, stride=1))
+    ),
+    "average_pool": Piece(
+        IMAGES, lambda r, s: nn.Sequential(conv2d(r, s), nn.AvgPool2d(2, stride=1))
+    ),
 }
 NORMS = {
     "layer_norm": Piece(ANY, layer_norm),
-    "group_norm": Piece((SEQUENCE, IMAGE, VOLUME), lambda r, s: nn.GroupNorm(r.choice([1, s[0]]), s[0])),
+    "group_norm": Piece(
+        (SEQUENCE, IMAGE, VOLUME), lambda r, s: nn.GroupNorm(r.choice([1, s[0]]), s[0])
+    ),
     "instance_norm": Piece((SEQUENCE, IMAGE), instance_norm),
     "batch_norm": Piece((VECTOR, SEQUENCE, IMAGE), batch_norm),
     "normed_tokens": Piece(IMAGES, normed_tokens),
@@ -223,21 +241,32 @@ NORMS = {
 }
 EMBEDDINGS = {
     "embedding": Piece((TOKENS,), embedding, first=True),
-    "padded_embedding": Piece((TOKENS,), lambda r, s: embedding(r, s, padding_idx=r.randrange(VOCABULARY)), first=True),
+    "padded_embedding": Piece(
+        (TOKENS,), lambda r, s: embedding(r, s, padding_idx=r.randrange(VOCABULARY)), first=True
+    ),
     "tied_embedding": Piece(
-        (TOKENS,), lambda r, s: Op(lambda m, x: m.e(x).tanh() @ m.e.weight.T, e=embedding(r, s)), first=True
+        (TOKENS,),
+        lambda r, s: Op(lambda m, x: m.e(x).tanh() @ m.e.weight.T, e=embedding(r, s)),
+        first=True,
     ),
     "position_embedding": Piece(
         SERIES, lambda r, s: Op(lambda m, x: x + m.e(torch.arange(x.shape[1])), e=nn.Embedding(*s))
     ),
     "position_parameter": Piece(ANY, lambda r, s: Op(lambda m, x: x + m.p, p=raw(1, *s))),
     "class_token": Piece(
-        SERIES, lambda r, s: Op(lambda m, x: torch.cat([m.t.expand(len(x), -1, -1), x], 1), t=raw(1, 1, s[1]))
+        SERIES,
+        lambda r, s: Op(
+            lambda m, x: torch.cat([m.t.expand(len(x), -1, -1), x], 1), t=raw(1, 1, s[1])
+        ),
     ),
 }
 ELEMENTWISE = {
-    "scalars": Piece(ANY, lambda r, s: Op(lambda m, x: (x + m.b) * m.s + m.c, b=raw(1), s=raw(1) + 1, c=raw(1))),
-    "layer_scale": Piece(ANY, lambda r, s: Op(lambda m, x: x + m.gamma * m.a(x), gamma=raw(s[-1]), **maps(s, s[-1]))),
+    "scalars": Piece(
+        ANY, lambda r, s: Op(lambda m, x: (x + m.b) * m.s + m.c, b=raw(1), s=raw(1) + 1, c=raw(1))
+    ),
+    "layer_scale": Piece(
+        ANY, lambda r, s: Op(lambda m, x: x + m.gamma * m.a(x), gamma=raw(s[-1]), **maps(s, s[-1]))
+    ),
     "prelu": Piece(ANY, lambda r, s: nn.PReLU(r.choice([1, s[0]]))),
     "where": gate(lambda m, x: torch.where(m.a(x) > 0, m.a(x), m.b(x))),
     "sort": mapped(lambda m, x: m.a(x).sort(-1).values.cumsum(-1)),
@@ -259,7 +288,9 @@ GATES = {
 ATTENTION = {
     "attention": Piece(SERIES, lambda r, s: Op(attention, **maps(s, 2, 2, s[-1]))),
     "multihead_attention": Piece(SERIES, multihead_attention),
-    "time_first_attention": Piece(SERIES, lambda r, s: multihead_attention(r, s, batch_first=False)),
+    "time_first_attention": Piece(
+        SERIES, lambda r, s: multihead_attention(r, s, batch_first=False)
+    ),
     "encoder_layer": Piece(SERIES, encoder_layer),
 }
 RECURRENCES = {
@@ -277,27 +308,55 @@ DERIVED = {  # weights that are computed from parameters, or used more than once
     "orthogonal": Piece(ANY, lambda r, s: orthogonal(nn.Linear(s[-1], s[-1]))),
     "lora": Piece(ANY, lora),
     "masked_weight": Piece(
-        ANY, lambda r, s: Op(lambda m, x: x @ (m.weight * torch.ones_like(m.weight).tril()), weight=raw(s[-1], 3))
+        ANY,
+        lambda r, s: Op(
+            lambda m, x: x @ (m.weight * torch.ones_like(m.weight).tril()), weight=raw(s[-1], 3)
+        ),
     ),
     "scaled_weight": Piece(
-        ANY, lambda r, s: Op(lambda m, x: x @ (m.s.exp() * m.weight), s=raw(1), weight=raw(s[-1], 3))
+        ANY,
+        lambda r, s: Op(lambda m, x: x @ (m.s.exp() * m.weight), s=raw(1), weight=raw(s[-1], 3)),
     ),
-    "sliced_weight": Piece(ANY, lambda r, s: Op(lambda m, x: (x @ m.w[:-1]).tanh() + m.w[-1], w=raw(s[-1] + 1, 3))),
+    "sliced_weight": Piece(
+        ANY, lambda r, s: Op(lambda m, x: (x @ m.w[:-1]).tanh() + m.w[-1], w=raw(s[-1] + 1, 3))
+    ),
     "repeated": mapped(lambda m, x: m.a(m.a(m.a(x).tanh()).tanh())),
-    "transposed": Piece(ANY, lambda r, s: Op(lambda m, x: (x @ m.weight).tanh() @ m.weight.T, weight=raw(s[-1], 3))),
-    "einsum": Piece(
-        ANY, lambda r, s: Op(lambda m, x: torch.einsum("n...i,ijk,n...j->n...k", x, m.w, x), w=raw(s[-1], s[-1], 2))
+    "transposed": Piece(
+        ANY, lambda r, s: Op(lambda m, x: (x @ m.weight).tanh() @ m.weight.T, weight=raw(s[-1], 3))
     ),
-    "distance": Piece((VECTOR, SEQUENCE), lambda r, s: Op(lambda m, x: torch.cdist(x, m.c), c=raw(3, s[-1]))),
+    "einsum": Piece(
+        ANY,
+        lambda r, s: Op(
+            lambda m, x: torch.einsum("n...i,ijk,n...j->n...k", x, m.w, x), w=raw(s[-1], s[-1], 2)
+        ),
+    ),
+    "distance": Piece(
+        (VECTOR, SEQUENCE), lambda r, s: Op(lambda m, x: torch.cdist(x, m.c), c=raw(3, s[-1]))
+    ),
 }
 ALONE = {  # networks without any operation that a rule covers
-    "einsum_only": Piece((VECTOR, SEQUENCE), lambda r, s: Op(two_einsums, w=raw(s[-1], 3), v=raw(3, 4)), alone=True),
+    "einsum_only": Piece(
+        (VECTOR, SEQUENCE), lambda r, s: Op(two_einsums, w=raw(s[-1], 3), v=raw(3, 4)), alone=True
+    ),
     "recurrence_only": Piece(SERIES, recurrence(nn.GRU, 4), alone=True),
     "sum_only": Piece(
-        (VECTOR,), lambda r, s: Op(lambda m, x: x @ (m.u + m.v), u=raw(s[-1], 6), v=raw(s[-1], 6)), alone=True
+        (VECTOR,),
+        lambda r, s: Op(lambda m, x: x @ (m.u + m.v), u=raw(s[-1], 6), v=raw(s[-1], 6)),
+        alone=True,
     ),
 }
-PIECES = LINEAR | CONVOLUTIONS | NORMS | EMBEDDINGS | ELEMENTWISE | GATES | ATTENTION | RECURRENCES | DERIVED | ALONE
+PIECES = (
+    LINEAR
+    | CONVOLUTIONS
+    | NORMS
+    | EMBEDDINGS
+    | ELEMENTWISE
+    | GATES
+    | ATTENTION
+    | RECURRENCES
+    | DERIVED
+    | ALONE
+)
 ACTIVATIONS = {
     "relu": nn.ReLU,
     "leaky_relu": nn.LeakyReLU,
@@ -319,11 +378,20 @@ HEADS = {
     "fixed": lambda d, c: nn.Linear(d, c).requires_grad_(False),
     "weight_norm": lambda d, c: weight_norm(nn.Linear(d, c)),
 }
-# locally linear in the input but for gates, which may saturate: a network of these alone invites a shortcut
+# locally linear in the input but for gates, which may saturate: a network of these alone invites a
+# shortcut
 PIECEWISE_GATES = ["hardtanh_gate", "relu6_gate", "mask_gate", "product", "quotient"]
 PIECEWISE = [
     *PIECEWISE_GATES,
-    *("linear", "linear_without_bias", "matmul", "dropout", "batch_norm", "position_parameter", "scalars"),
+    *(
+        "linear",
+        "linear_without_bias",
+        "matmul",
+        "dropout",
+        "batch_norm",
+        "position_parameter",
+        "scalars",
+    ),
     "layer_scale",
     *CONVOLUTIONS,
 ]

@@ -52,7 +52,9 @@ def is_preempted_first(arguments):
 
 
 def is_put_back_first(arguments):
-    """As SLURM does it where it sends no other signal than SIGTERM, after which a run stops with a checkpoint."""
+    """As SLURM does it where it sends no other signal than SIGTERM, after which a run stops with a
+    checkpoint.
+    """
     if first(arguments[0]):
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
         return 130

@@ -308,9 +308,23 @@ def kfac_log_det(factors, delta):
 
 
 def evidence(
-    model, x, y, likelihood, delta, *, structure="ntk", n_data=None, columns=None, root="paper",
-    mean=0.0, names=None, blocks=None, sharing="expand", augmented=False, dense=(),
-):  # fmt: skip
+    model,
+    x,
+    y,
+    likelihood,
+    delta,
+    *,
+    structure="ntk",
+    n_data=None,
+    columns=None,
+    root="paper",
+    mean=0.0,
+    names=None,
+    blocks=None,
+    sharing="expand",
+    augmented=False,
+    dense=(),
+):
     """log q = (N/S) sum log p / tau - 1/2 sum delta (w - mean)^2 - 1/2 M log-det, M = (N/S)(C/K).
 
     delta [P] in the order of `names` (default: all weights); blockdiag defaults to `module_blocks`;

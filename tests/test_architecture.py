@@ -1,4 +1,6 @@
-"""Who may import whom, how long a file may be, and that the code is clean, typed and its READMEs run."""
+"""Who may import whom, how long a file may be, and that the code is clean, typed and its READMEs
+run.
+"""
 
 import ast
 import doctest
@@ -14,7 +16,8 @@ PACKAGES = {
     "laplace_marglik": ROOT / "dependencies/laplace/laplace_marglik",
     "ntkmarglik": ROOT / "ntkmarglik",
 }
-ALLOWED = {  # beyond the standard library; the application may use any library, but nothing above itself
+# beyond the standard library; the application may use any library, but nothing above itself
+ALLOWED = {
     "asdl_marglik": {"torch", "asdl_marglik"},
     "laplace_marglik": {"torch", "asdl_marglik", "laplace_marglik"},
 }
@@ -26,7 +29,9 @@ FILES = [(name, path) for name, folder in PACKAGES.items() for path in sorted(fo
 
 
 def imported(path, package):
-    """Top-level names of everything a file imports, relative imports resolved against its package."""
+    """Top-level names of everything a file imports, relative imports resolved against its
+    package.
+    """
     inside = path.relative_to(PACKAGES[package].parent).parts[:-1]
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -34,16 +39,28 @@ def imported(path, package):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = len(inside) - node.level + 1
-            names.add(node.module.partition(".")[0] if not node.level else inside[0] if above >= 1 else "outside")
+            names.add(
+                node.module.partition(".")[0]
+                if not node.level
+                else inside[0]
+                if above >= 1
+                else "outside"
+            )
     return names
 
 
 def test_there_is_something_to_check():
     assert {name for name, _ in FILES} == set(PACKAGES)
-    assert imported(PACKAGES["laplace_marglik"] / "prior.py", "laplace_marglik") >= {"torch", "asdl_marglik", "math"}
+    assert imported(PACKAGES["laplace_marglik"] / "prior.py", "laplace_marglik") >= {
+        "torch",
+        "asdl_marglik",
+        "math",
+    }
 
 
-@pytest.mark.parametrize("package, path", FILES, ids=lambda value: value if isinstance(value, str) else value.name)
+@pytest.mark.parametrize(
+    "package, path", FILES, ids=lambda value: value if isinstance(value, str) else value.name
+)
 def test_imports_go_down(package, path):
     beyond = imported(path, package) - set(sys.stdlib_module_names)
     if package in ALLOWED:
@@ -52,7 +69,9 @@ def test_imports_go_down(package, path):
         assert not beyond & ABOVE_THE_APPLICATION and "outside" not in beyond
 
 
-@pytest.mark.parametrize("package, path", FILES, ids=lambda value: value if isinstance(value, str) else value.name)
+@pytest.mark.parametrize(
+    "package, path", FILES, ids=lambda value: value if isinstance(value, str) else value.name
+)
 def test_files_are_named_by_what_they_are(package, path):
     assert path.stem not in ("utils", "util", "helpers", "helper", "common", "misc")
 
@@ -69,14 +88,20 @@ def test_public_names_exist(package):
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join
+)
 def test_clean(command):
     pytest.importorskip(command[0])
-    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("readme", sorted(ROOT.glob("dependencies/*/README.md")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "readme", sorted(ROOT.glob("dependencies/*/README.md")), ids=lambda path: path.parent.name
+)
 def test_readme_examples_run(readme):
     if ">>>" not in readme.read_text():
         pytest.skip("no examples in it")

@@ -1,4 +1,6 @@
-"""Affine augmentation: the group it draws from, the pictures it makes, the gradient of its ranges."""
+"""Affine augmentation: the group it draws from, the pictures it makes, the gradient of its
+ranges.
+"""
 
 import math
 
@@ -50,8 +52,15 @@ def test_random_matrices_stay_within_the_ranges():
     theta = augment.matrices(10)
     assert theta.shape == (5000, 2, 3)
     angle = torch.atan2(theta[:, 1, 0], theta[:, 0, 0])
-    assert angle.abs().max() <= 0.7 and angle.max() > 0.69 and angle.min() < -0.69 and angle.mean().abs() < 0.02
-    torch.testing.assert_close(theta[:, :, :2] @ theta[:, :, :2].mT, torch.eye(2).double().expand(5000, 2, 2))
+    assert (
+        angle.abs().max() <= 0.7
+        and angle.max() > 0.69
+        and angle.min() < -0.69
+        and angle.mean().abs() < 0.02
+    )
+    torch.testing.assert_close(
+        theta[:, :, :2] @ theta[:, :, :2].mT, torch.eye(2).double().expand(5000, 2, 2)
+    )
 
 
 def test_grid_is_that_of_affine_grid():
@@ -63,7 +72,9 @@ def test_grid_is_that_of_affine_grid():
 # --- the pictures
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 28, 28), (2, 3, 32, 32), (2, 2, 8, 11), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 1, 28, 28), (2, 3, 32, 32), (2, 2, 8, 11), (1, 1, 1, 1)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_range_is_the_identity(shape, dtype):
     x = random_images(*shape, dtype=dtype)
@@ -82,7 +93,9 @@ def test_samples_are_those_of_each_image_warped_on_its_own():
     for i in range(3):
         for a in range(5):
             grid = F.affine_grid(theta[i, a : a + 1], [1, 2, 9, 9], align_corners=True)
-            torch.testing.assert_close(out[i, a], F.grid_sample(x[i : i + 1], grid, align_corners=True)[0])
+            torch.testing.assert_close(
+                out[i, a], F.grid_sample(x[i : i + 1], grid, align_corners=True)[0]
+            )
 
 
 def test_pure_rotation_by_a_known_angle(monkeypatch):
@@ -96,7 +109,8 @@ def test_pure_rotation_by_a_known_angle(monkeypatch):
 def test_pure_translation_by_whole_pixels_brings_in_zeros(monkeypatch):
     x = random_images(1, 1, 9, 9)
     augment = AffineAugmentation(1, init=one_hot("tx", 0.5)).double()
-    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: torch.ones(shape, **kw))  # eps = 1: 0.5 = 2 of 8 steps
+    # eps = 1: 0.5 = 2 of 8 steps
+    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: torch.ones(shape, **kw))
     expected = torch.zeros_like(x)
     expected[..., :7] = x[..., 2:]
     torch.testing.assert_close(augment(x)[:, 0], expected)
@@ -110,7 +124,8 @@ def test_flip_mirrors_half_of_the_samples():
     mirrored = (out - x.flip(3)[:, None]).abs().amax((2, 3, 4)) < 1e-9
     assert bool((as_is ^ mirrored).all())
     assert abs(mirrored.double().mean() - 0.5) < 0.05
-    assert mirrored.double().mean(1).min() > 0 and mirrored.double().mean(0).max() < 1  # per image and per sample
+    # per image and per sample
+    assert mirrored.double().mean(1).min() > 0 and mirrored.double().mean(0).max() < 1
 
 
 def test_draws_follow_the_global_generator_and_differ_between_samples():
@@ -160,7 +175,9 @@ def test_gradient_of_the_ranges_by_finite_differences(flip):
             augment.eta[k] -= 2 * step
             down = value()
             augment.eta[k] += step
-        assert ((up - down) / (2 * step)).item() == pytest.approx(gradient[k].item(), rel=1e-5, abs=1e-7)
+        assert ((up - down) / (2 * step)).item() == pytest.approx(
+            gradient[k].item(), rel=1e-5, abs=1e-7
+        )
 
 
 def test_gradient_reaches_the_inputs_too():
@@ -192,7 +209,9 @@ def test_rotation_is_projected_to_all_angles_and_can_come_back():
     assert augment.eta.grad[2] != 0  # outside the range the gradient is alive
     augment.project_()
     assert augment.eta[2].item() == pytest.approx(-math.pi)
-    assert augment.ranges() == pytest.approx(dict(zip(RANGES, [5.0, 0, math.pi, 0, 0, 0], strict=True)))
+    assert augment.ranges() == pytest.approx(
+        dict(zip(RANGES, [5.0, 0, math.pi, 0, 0, 0], strict=True))
+    )
 
 
 def test_state_is_the_six_ranges_only():

@@ -1,4 +1,6 @@
-"""The smallest instance of every benchmark runs and says what it should; seconds are not asserted."""
+"""The smallest instance of every benchmark runs and says what it should; seconds are not
+asserted.
+"""
 
 import csv
 import math
@@ -22,7 +24,15 @@ def read(path):
 
 
 def test_scaling_measures_every_axis_and_draws_it(tmp_path):
-    run("benchmarks/scaling.py", "--small", "--no-memory", "--csv", tmp_path / "s.csv", "--plot", tmp_path / "s.png")
+    run(
+        "benchmarks/scaling.py",
+        "--small",
+        "--no-memory",
+        "--csv",
+        tmp_path / "s.csv",
+        "--plot",
+        tmp_path / "s.png",
+    )
     rows = read(tmp_path / "s.csv")
     assert [*dict.fromkeys(r["axis"] for r in rows)] == ["S", "A", "N", "C"]
     assert all(float(r["units"]) > 0 and float(r["cpu_seconds"]) > 0 for r in rows)
@@ -35,7 +45,10 @@ def test_the_committed_scaling_names_the_command_of_every_row():
     known = {(axis, str(case)) for axis, _, case in sweeps(small=False)}
     rows = read(ROOT / "illustrations/data/scaling.csv")
     assert {(r["axis"], r["case"]) for r in rows} == known
-    assert all(r["command"] == f'python benchmarks/scaling.py --axes {r["axis"]} --only "{r["case"]}"' for r in rows)
+    assert all(
+        r["command"] == f'python benchmarks/scaling.py --axes {r["axis"]} --only "{r["case"]}"'
+        for r in rows
+    )
 
 
 def test_peers_compute_the_same_numbers_or_say_why_not(tmp_path):
@@ -45,8 +58,11 @@ def test_peers_compute_the_same_numbers_or_say_why_not(tmp_path):
     for r in rows:
         assert r["note"] or float(r["units"]) > 0
         ours = next(o for o in rows if o["estimator"] == r["estimator"])
-        if "prior" in r["estimator"] and "BackPack" not in r["method"] and not r["note"]:  # its KFAC is another one
-            assert float(r["log_det_ratio"]) == pytest.approx(float(ours["log_det_ratio"]), rel=2e-3)
+        # its KFAC is another one
+        if "prior" in r["estimator"] and "BackPack" not in r["method"] and not r["note"]:
+            assert float(r["log_det_ratio"]) == pytest.approx(
+                float(ours["log_det_ratio"]), rel=2e-3
+            )
 
 
 def test_a_peer_that_fails_says_why():
@@ -80,7 +96,9 @@ def test_verdicts():
 
 
 def test_memory_of_an_operation_is_measured_in_a_process_of_its_own():
-    small, large = (measure.peak_mb(measure.training_step, Case("mininet", "ntk", n)) for n in (4, 200))
+    small, large = (
+        measure.peak_mb(measure.training_step, Case("mininet", "ntk", n)) for n in (4, 200)
+    )
     assert 0 <= small < large
 
 
@@ -89,7 +107,8 @@ def test_the_model_of_many_ranks_starts_at_one_and_loses():
 
     seconds = {"step": 4e-3, "ntk": 1.3e-2, "kfac": 3e-2, "flop": 1e-11}
     rows = [
-        line.strip("| ").split(" | ") for line in distributed.table(seconds, distributed.Cluster()).splitlines()[2:]
+        line.strip("| ").split(" | ")
+        for line in distributed.table(seconds, distributed.Cluster()).splitlines()[2:]
     ]
     assert len(rows) == 10
     for _, _, first, *rest in rows:
@@ -99,9 +118,20 @@ def test_the_model_of_many_ranks_starts_at_one_and_loses():
 @pytest.mark.slow
 def test_two_ranks_are_measured(tmp_path):
     work = "weight step, batch of 256"
-    run("benchmarks/distributed.py", "--only", work, "--rounds", "1", "--no-model", "--csv", tmp_path / "d.csv")
+    run(
+        "benchmarks/distributed.py",
+        "--only",
+        work,
+        "--rounds",
+        "1",
+        "--no-model",
+        "--csv",
+        tmp_path / "d.csv",
+    )
     (row,) = read(tmp_path / "d.csv")
-    assert row["work"] == work and all(float(row[name]) > 0 for name in ("wall_1", "wall_2", "cpu_1", "cpu_2"))
+    assert row["work"] == work and all(
+        float(row[name]) > 0 for name in ("wall_1", "wall_2", "cpu_1", "cpu_2")
+    )
 
 
 def test_files_are_short():
@@ -120,4 +150,6 @@ def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
         sampled.write(row, tmp_path / "sampled.csv")
     assert len(read(tmp_path / "sampled.csv")) == 1
     committed = read(ROOT / "illustrations/data/sampled.csv")
-    assert list(committed[0]) == list(row) and {r["dataset"] for r in committed} <= set(sampled.STUDIES)
+    assert list(committed[0]) == list(row) and {r["dataset"] for r in committed} <= set(
+        sampled.STUDIES
+    )

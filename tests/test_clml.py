@@ -73,18 +73,29 @@ def test_with_one_weight_the_diagonal_posterior_is_exact():
     torch.testing.assert_close(laplace.evidence().total, log_evidence(phi[:16], y[:16]))
     posterior = laplace.posterior()
     torch.testing.assert_close(posterior.deviation["weight"], exact.root)
-    score = clml(model, Gaussian(NOISE), posterior, [(phi[16:], y[16:])], samples=1500, generator=generator())
-    assert abs(score.total - (log_evidence(phi, y) - log_evidence(phi[:16], y[:16]))) < 4 * score.standard_error
+    score = clml(
+        model, Gaussian(NOISE), posterior, [(phi[16:], y[16:])], samples=1500, generator=generator()
+    )
+    assert (
+        abs(score.total - (log_evidence(phi, y) - log_evidence(phi[:16], y[:16])))
+        < 4 * score.standard_error
+    )
 
 
 @pytest.mark.parametrize("structure", ["scalar", "layerwise", "diagonal"])
 def test_the_diagonal_evidence_is_that_of_the_engine_and_its_gradient_too(structure):
     model = mlp()
     prior = GaussianPrior(model, structure, 0.7)
-    laplace = DiagonalLaplace(model, "classification", prior, [(X[:5], Y[:5]), (X[5:], Y[5:])], curvature="ggn")
-    engine = MarginalLikelihood(model, "classification", n_data=12, prior=prior, structure="diag")(X, Y)
+    laplace = DiagonalLaplace(
+        model, "classification", prior, [(X[:5], Y[:5]), (X[5:], Y[5:])], curvature="ggn"
+    )
+    engine = MarginalLikelihood(model, "classification", n_data=12, prior=prior, structure="diag")(
+        X, Y
+    )
     torch.testing.assert_close(laplace.evidence().total, engine.total)
-    gradients = [torch.autograd.grad(e.total, prior.log_precision)[0] for e in (laplace.evidence(), engine)]
+    gradients = [
+        torch.autograd.grad(e.total, prior.log_precision)[0] for e in (laplace.evidence(), engine)
+    ]
     torch.testing.assert_close(*gradients)
 
 
@@ -94,7 +105,9 @@ def test_the_empirical_fisher_is_the_sum_of_squared_gradients():
     want = [torch.zeros_like(p) for p in model.parameters()]
     for x, y in zip(X, Y, strict=True):
         loss = nn.functional.cross_entropy(model(x[None]), y[None])
-        for total, gradient in zip(want, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        for total, gradient in zip(
+            want, torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
             total += gradient.square()
     torch.testing.assert_close(list(laplace.curvature.values()), want)
     assert laplace.log_likelihood.item() == pytest.approx(
@@ -104,21 +117,35 @@ def test_the_empirical_fisher_is_the_sum_of_squared_gradients():
 
 def test_the_posterior_of_an_elbo_is_scored_and_nothing_else_moves():
     model = mlp()
-    elbo = DataEmphasizedELBO(model, "classification", n_data=12, prior=GaussianPrior(model), sigma=0.1)
+    elbo = DataEmphasizedELBO(
+        model, "classification", n_data=12, prior=GaussianPrior(model), sigma=0.1
+    )
     before, weights = torch.get_rng_state(), [p.clone() for p in model.parameters()]
-    whole = clml(model, "classification", elbo.fixed_posterior(), [(X, Y)], samples=5, generator=generator())
+    whole = clml(
+        model, "classification", elbo.fixed_posterior(), [(X, Y)], samples=5, generator=generator()
+    )
     split = clml(
-        model, "classification", elbo.fixed_posterior(), [(X[:5], Y[:5]), (X[5:], Y[5:])], samples=5,
+        model,
+        "classification",
+        elbo.fixed_posterior(),
+        [(X[:5], Y[:5]), (X[5:], Y[5:])],
+        samples=5,
         generator=generator(),
-    )  # fmt: skip
+    )
     assert whole.total == pytest.approx(split.total) and whole.total < 0
-    assert torch.equal(torch.get_rng_state(), before) and all(map(torch.equal, weights, model.parameters()))
+    assert torch.equal(torch.get_rng_state(), before) and all(
+        map(torch.equal, weights, model.parameters())
+    )
 
 
 def test_splits_are_averaged():
     scores = [ConditionalScore(-3.0, 4, 0.1), ConditionalScore(-5.0, 4, 0.1)]
     mean = ConditionalScore.mean(scores)
-    assert (mean.total, mean.n_data, mean.standard_error) == (-4.0, 4, pytest.approx(math.sqrt(2) / math.sqrt(2)))
+    assert (mean.total, mean.n_data, mean.standard_error) == (
+        -4.0,
+        4,
+        pytest.approx(math.sqrt(2) / math.sqrt(2)),
+    )
     assert ConditionalScore.mean(scores[:1]) == scores[0]
 
 
@@ -127,21 +154,34 @@ def fixed():
 
 
 def covariance_prior(model):
-    own = {name: torch.ones_like(w) for name, w in model.named_parameters() if name.startswith("0.")}
+    own = {
+        name: torch.ones_like(w) for name, w in model.named_parameters() if name.startswith("0.")
+    }
     return GaussianPrior(model, groups=GROUPS, covariance={"0.*": LowRankCovariance(own)})
 
 
 MISTAKES = {
-    "samples": (lambda: clml(mlp(), "classification", fixed(), [(X, Y)], samples=0), "samples.*at least 1"),
-    "temperature": (lambda: clml(mlp(), "classification", fixed(), [], temperature=-1), "temperature.*-1"),
+    "samples": (
+        lambda: clml(mlp(), "classification", fixed(), [(X, Y)], samples=0),
+        "samples.*at least 1",
+    ),
+    "temperature": (
+        lambda: clml(mlp(), "classification", fixed(), [], temperature=-1),
+        "temperature.*-1",
+    ),
     "empty loader": (lambda: clml(mlp(), "classification", fixed(), []), "loader is empty"),
     "names": (lambda: FixedPosterior({"a": X}, {"b": X}), "'a'.*'b'"),
     "no scores": (lambda: ConditionalScore.mean([]), "at least one split"),
     "curvature": (
-        lambda: DiagonalLaplace(m := mlp(), "classification", GaussianPrior(m), [(X, Y)], curvature="kfac"),
+        lambda: DiagonalLaplace(
+            m := mlp(), "classification", GaussianPrior(m), [(X, Y)], curvature="kfac"
+        ),
         "empirical or ggn.*'kfac'",
     ),
-    "no data": (lambda: DiagonalLaplace(m := mlp(), "classification", GaussianPrior(m), []), "loader is empty"),
+    "no data": (
+        lambda: DiagonalLaplace(m := mlp(), "classification", GaussianPrior(m), []),
+        "loader is empty",
+    ),
     "covariance": (
         lambda: DiagonalLaplace(m := mlp(), "classification", covariance_prior(m), [(X, Y)]),
         "independent weights",

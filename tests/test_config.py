@@ -1,4 +1,6 @@
-"""Settings: flags, yaml files, their errors, and that the choices offered are the ones there are."""
+"""Settings: flags, yaml files, their errors, and that the choices offered are the ones there
+are.
+"""
 
 from dataclasses import fields
 from typing import get_args
@@ -13,11 +15,45 @@ from ntkmarglik.programs.classify import config as settings
 from ntkmarglik.programs.classify.config import Config, parse
 
 FLAGS = [
-    "method", "subset", "outputs", "columns", "partition", "root", "dataset", "model", "augment", "aug-samples",
-    "flip", "prior", "n-data", "epochs", "batch-size", "optimizer", "lr", "lr-min", "lr-hyp", "lr-hyp-min",
-    "lr-aug", "lr-aug-min", "burnin", "frequency", "prior-steps", "aug-steps", "seed", "device", "precision", "out",
-    "resume", "wandb", "tensorboard", "dry-run", "data-root", "depth", "width", "threads",
-]  # fmt: skip
+    "method",
+    "subset",
+    "outputs",
+    "columns",
+    "partition",
+    "root",
+    "dataset",
+    "model",
+    "augment",
+    "aug-samples",
+    "flip",
+    "prior",
+    "n-data",
+    "epochs",
+    "batch-size",
+    "optimizer",
+    "lr",
+    "lr-min",
+    "lr-hyp",
+    "lr-hyp-min",
+    "lr-aug",
+    "lr-aug-min",
+    "burnin",
+    "frequency",
+    "prior-steps",
+    "aug-steps",
+    "seed",
+    "device",
+    "precision",
+    "out",
+    "resume",
+    "wandb",
+    "tensorboard",
+    "dry-run",
+    "data-root",
+    "depth",
+    "width",
+    "threads",
+]
 
 
 def written(tmp_path, text, name="settings.yaml"):
@@ -95,31 +131,53 @@ def test_a_wrong_yaml_file_is_refused_with_a_suggestion(text, parts, tmp_path, c
 
 
 def test_yaml_numbers_may_be_in_scientific_notation(tmp_path):
-    path = written(tmp_path, "lr: 1e-3\nlr_min: 1E-9\nlr-hyp: 2.5e-1\nprior_precision: 1.0e+2\nlr_aug: .5\n")
+    path = written(
+        tmp_path, "lr: 1e-3\nlr_min: 1E-9\nlr-hyp: 2.5e-1\nprior_precision: 1.0e+2\nlr_aug: .5\n"
+    )
     config = parse(["--config", path])
-    assert (config.training.lr, config.training.lr_min, config.training.lr_hyp) == (1e-3, 1e-9, 0.25)
+    assert (config.training.lr, config.training.lr_min, config.training.lr_hyp) == (
+        1e-3,
+        1e-9,
+        0.25,
+    )
     assert (config.hyperparameters.prior_precision, config.training.lr_aug) == (100.0, 0.5)
 
 
 def test_flags_override_files_and_later_files_earlier_ones(tmp_path):
     first = written(tmp_path, "epochs: 3\nflip: true\nseed: 5\nbaseline: false\nout:", "a.yaml")
     second = written(tmp_path, "epochs: 4\nmethod: kfac\n", "b.yaml")
-    config = parse(["--seed", "7", "--no-flip", "--config", first, f"--config={second}", "--epochs", "6"])
+    config = parse(
+        ["--seed", "7", "--no-flip", "--config", first, f"--config={second}", "--epochs", "6"]
+    )
     assert (config.training.epochs, config.run.seed, config.estimator.method) == (6, 7, "kfac")
-    assert (config.hyperparameters.flip, config.run.baseline, config.run.out) == (False, False, None)
+    assert (config.hyperparameters.flip, config.run.baseline, config.run.out) == (
+        False,
+        False,
+        None,
+    )
     assert parse(["--epochs", "3", "--epochs", "4"]).training.epochs == 4
     assert parse(["--config", written(tmp_path, "", "empty.yaml")]) == Config()
 
 
 def test_settings_survive_yaml_and_the_command_line(tmp_path):
     config = Config().updated(
-        method="kfac", subset=0, lr=1e-7, flip=True, augment="affine", baseline=False, prior_precision=1e12,
-        out=tmp_path / "a b", data_root=tmp_path,
-    )  # fmt: skip
+        method="kfac",
+        subset=0,
+        lr=1e-7,
+        flip=True,
+        augment="affine",
+        baseline=False,
+        prior_precision=1e12,
+        out=tmp_path / "a b",
+        data_root=tmp_path,
+    )
     path = written(tmp_path, yaml.safe_dump(config.flat()))
     assert parse(["--config", path]) == config
     assert parse(config.arguments()) == config
-    assert config.command().startswith("python classification_image.py --method kfac") and "a b'" in config.command()
+    assert (
+        config.command().startswith("python classification_image.py --method kfac")
+        and "a b'" in config.command()
+    )
     assert parse(["--config", path, "--resume"]).run.resume
 
 

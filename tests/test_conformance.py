@@ -1,4 +1,5 @@
-"""Every structure against the naive reference: values and gradients, for every kind of model, block and likelihood.
+"""Every structure against the naive reference: values and gradients, for every kind of model, block
+and likelihood.
 
 A new structure is added to `STRUCTURES` here and inherits all of it.
 """
@@ -27,18 +28,30 @@ LIKELIHOODS = {
     "heteroscedastic": HeteroscedasticGaussian,
 }
 N_DATA = 24  # the block is a part of a larger data set
-# weights that the library factorises although the naive reference does not know how (attention, grouped convolutions)
-BEYOND_REFERENCE_KFAC = {"conv_zoo", "transformer", "transformer_time_first", "vit", "tied_embedding", "positions"}
+# weights that the library factorises although the naive reference does not know how (attention,
+# grouped convolutions)
+BEYOND_REFERENCE_KFAC = {
+    "conv_zoo",
+    "transformer",
+    "transformer_time_first",
+    "vit",
+    "tied_embedding",
+    "positions",
+}
 by_name = {case.name: case for case in [*CASES, *LIKELIHOOD_CASES]}
 
 
 def setup(case, structure, *, prior="layerwise", augment=None, **options):
-    """A marginal likelihood with a non-trivial prior, its data, and the reference's arguments for the same thing."""
+    """A marginal likelihood with a non-trivial prior, its data, and the reference's arguments for
+    the same thing.
+    """
     model, x, y = case.make()
     model.eval()
     torch.manual_seed(3)
     gaussian_prior = GaussianPrior(
-        model, prior, mean={n: 0.1 * torch.randn_like(p) for n, p in model.named_parameters() if p.requires_grad}
+        model,
+        prior,
+        mean={n: 0.1 * torch.randn_like(p) for n, p in model.named_parameters() if p.requires_grad},
     )
     with torch.no_grad():
         gaussian_prior.log_precision.normal_(0.5, 0.5)
@@ -58,8 +71,13 @@ def setup(case, structure, *, prior="layerwise", augment=None, **options):
 def expected(ml, case, x, y, columns, *, sharing="expand", blocks="module"):
     """The same evidence from the naive reference."""
     names = list(ml.weights)
-    deltas = [ml.prior.log_precision[ml.prior.groups[n]].exp().expand(ml.weights[n].numel()) for n in names]
-    means = torch.cat([torch.as_tensor(ml.prior.mean_of(n)).expand(ml.weights[n].shape).flatten() for n in names])
+    deltas = [
+        ml.prior.log_precision[ml.prior.groups[n]].exp().expand(ml.weights[n].numel())
+        for n in names
+    ]
+    means = torch.cat(
+        [torch.as_tensor(ml.prior.mean_of(n)).expand(ml.weights[n].shape).flatten() for n in names]
+    )
     lik = reference.Likelihood(case.likelihood, sigma=0.7 if case.likelihood == "gaussian" else 1.0)
     block_maker = reference.module_blocks if blocks == "module" else reference.tensor_blocks
     plan = ml._planned(x)
@@ -84,7 +102,9 @@ def expected(ml, case, x, y, columns, *, sharing="expand", blocks="module"):
 
 
 def close(ours, theirs, rtol=1e-9):
-    torch.testing.assert_close(torch.as_tensor(ours).detach(), torch.as_tensor(theirs).detach(), rtol=rtol, atol=1e-9)
+    torch.testing.assert_close(
+        torch.as_tensor(ours).detach(), torch.as_tensor(theirs).detach(), rtol=rtol, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -125,7 +145,9 @@ def test_value_for_every_root(name, structure, root):
 def test_value_with_columns_per_data_point(structure, root):
     case = by_name["mininet"]
     ml, x, y = setup(case, structure, root=root)
-    columns = torch.stack([torch.randperm(3, generator=torch.Generator().manual_seed(i))[:2] for i in range(len(y))])
+    columns = torch.stack(
+        [torch.randperm(3, generator=torch.Generator().manual_seed(i))[:2] for i in range(len(y))]
+    )
     close(ml(x, y, columns).total, expected(ml, case, x, y, columns).total)
 
 
@@ -142,7 +164,9 @@ def test_value_with_augmentation(case, structure):
         close(ml(x, y, columns).total, expected(ml, case, x, y, columns).total)
 
 
-@pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal", {"*weight": "weights", "*": "rest"}], ids=str)
+@pytest.mark.parametrize(
+    "prior", ["scalar", "layerwise", "diagonal", {"*weight": "weights", "*": "rest"}], ids=str
+)
 @pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag", "diag"])
 def test_value_for_every_prior(structure, prior):
     case = by_name["mininet"]

@@ -1,4 +1,6 @@
-"""Several ranks compute what one does, and lose nothing when one of them dies or hangs; all by real torchrun."""
+"""Several ranks compute what one does, and lose nothing when one of them dies or hangs; all by real
+torchrun.
+"""
 
 import os
 import pkgutil
@@ -22,14 +24,49 @@ from ntkmarglik.runs.folder import read_metrics
 ROOT = Path(__file__).parent.parent
 PATHS = [ROOT, ROOT / "tests", ROOT / "dependencies/asdl", ROOT / "dependencies/laplace"]
 ENVIRONMENT = {
-    **os.environ, "OMP_NUM_THREADS": "1",
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]),
-}  # fmt: skip
+}
 LIBRARY = ("estimates", "blocks", "samples", "bounds", "refusals")
 LONG = [
-    *("--model", "mlp", "--width", "6", "--n-data", "49", "--subset", "16", "--epochs", "60", "--burnin", "1"),
-    *("--frequency", "10", "--prior-steps", "1", "--batch-size", "24", "--precision", "float64", "--lr", "1e-3"),
-    *("--blocks-per-step", "2", "--checkpoint-seconds", "0", "--eval-every", "50", "--no-baseline", "--threads", "1"),
+    *(
+        "--model",
+        "mlp",
+        "--width",
+        "6",
+        "--n-data",
+        "49",
+        "--subset",
+        "16",
+        "--epochs",
+        "60",
+        "--burnin",
+        "1",
+    ),
+    *(
+        "--frequency",
+        "10",
+        "--prior-steps",
+        "1",
+        "--batch-size",
+        "24",
+        "--precision",
+        "float64",
+        "--lr",
+        "1e-3",
+    ),
+    *(
+        "--blocks-per-step",
+        "2",
+        "--checkpoint-seconds",
+        "0",
+        "--eval-every",
+        "50",
+        "--no-baseline",
+        "--threads",
+        "1",
+    ),
 ]
 
 
@@ -39,9 +76,21 @@ def _undrawn(monkeypatch):
 
 
 def torchrun(ranks, *arguments, **options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        *map(str, arguments),
+    ]
     return subprocess.Popen(
-        command, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+        command,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        **options,
     )
 
 
@@ -72,7 +121,9 @@ def test_any_number_of_ranks_computes_what_one_does(ranks, tmp_path):
 
 def worker(process, rank):
     """A rank's process, once some epochs are done."""
-    return next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == str(rank))
+    return next(
+        p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == str(rank)
+    )
 
 
 def some_epochs(path, process, number=5):
@@ -98,12 +149,18 @@ def agree(path, expected):
 
 def test_a_killed_rank_is_started_again_and_nothing_is_lost(undisturbed, tmp_path):
     path = tmp_path / "run"
-    process = torchrun(2, "--max-restarts", 2, ROOT / "classification_image.py", *LONG, "--out", path)
+    process = torchrun(
+        2, "--max-restarts", 2, ROOT / "classification_image.py", *LONG, "--out", path
+    )
     some_epochs(path, process)
     worker(process, 1).kill()
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
-    assert "got no answer in the step" in said and "of epoch" in said and "continuing after epoch" in said
+    assert (
+        "got no answer in the step" in said
+        and "of epoch" in said
+        and "continuing after epoch" in said
+    )
     agree(path, undisturbed)
 
 
@@ -120,13 +177,20 @@ def test_a_rank_that_hangs_ends_the_run_and_any_number_of_ranks_continues_it(und
     stopped.kill()  # torchrun would give it half a minute
     said += process.communicate(timeout=300)[0]
     assert process.returncode != 0
-    assert f"--resume --out {path}" in said and "Timed out waiting 8000ms" in said and "of epoch" in said
+    assert (
+        f"--resume --out {path}" in said
+        and "Timed out waiting 8000ms" in said
+        and "of epoch" in said
+    )
     assert 5 <= checkpoint.load(path / "checkpoint.pt")["epoch"] < 60
     assert main([*flags, "--resume"]) == 0
     agree(path, undisturbed)
 
 
-LINE = "torchrun --nproc-per-node 2 classification_image.py --method map --subset 20 --n-data 20 --epochs 2 --model mlp"
+LINE = (
+    "torchrun --nproc-per-node 2 classification_image.py --method map --subset 20 --n-data 20 "
+    "--epochs 2 --model mlp"
+)
 
 
 def test_lines_of_torchrun_are_launched_as_others_are(place):
@@ -135,9 +199,12 @@ def test_lines_of_torchrun_are_launched_as_others_are(place):
     (line,) = read_lines(table)
     assert line.folder == Path("run") and not line.finished()
     start, _, flags = line.command.partition(" classification_image.py ")
-    assert start == "torchrun --standalone --nproc-per-node 2" and "--resume" in flags.split()  # a port of its own
+    # a port of its own
+    assert start == "torchrun --standalone --nproc-per-node 2" and "--resume" in flags.split()
     assert line.job().program == "ntkmarglik.programs.launch.processes:main"
-    table.write_text(f"torchrun --machines 3 {LINE.partition(' ')[2]}\ntorchrun -m {LINE.split(' ', 3)[3]}\n")
+    table.write_text(
+        f"torchrun --machines 3 {LINE.partition(' ')[2]}\ntorchrun -m {LINE.split(' ', 3)[3]}\n"
+    )
     with pytest.raises(NtkMarglikError, match=r"(?s)2 of the lines.*--machines.*without -m"):
         read_lines(table)
 
@@ -152,12 +219,18 @@ def test_a_job_of_torchrun_runs(place):
 
 
 def test_the_readme_shows_lines_that_can_be_launched(place):
-    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("torchrun ")]
+    lines = [
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("torchrun ")
+    ]
     (place / "table.sh").write_text("\n".join(lines))
     assert len(read_lines(place / "table.sh")) == len(lines) >= 3
 
 
-@pytest.mark.parametrize("program", ["ntkmarglik.programs.grid.run", "ntkmarglik.programs.finetune.run"])
+@pytest.mark.parametrize(
+    "program", ["ntkmarglik.programs.grid.run", "ntkmarglik.programs.finetune.run"]
+)
 def test_other_programs_refuse_several_processes(program, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--checkpoint", "x"] if "finetune" in program else []

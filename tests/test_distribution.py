@@ -1,4 +1,6 @@
-"""What is installed from a built wheel: complete, importable, and nothing but torch needed by the libraries."""
+"""What is installed from a built wheel: complete, importable, and nothing but torch needed by the
+libraries.
+"""
 
 import json
 import shutil
@@ -30,7 +32,9 @@ print(json.dumps(found))
 
 
 def run(*command, cwd=None):
-    result = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -41,14 +45,26 @@ def unneeded(folder, names):
 
 
 def installed(tmp_path, *sources):
-    """An empty folder into which wheels of the sources were installed, built from copies: nothing is left in ours."""
+    """An empty folder into which wheels of the sources were installed, built from copies: nothing
+    is left in ours.
+    """
     wheels, target = tmp_path / "wheels", tmp_path / "target"
     for number, source in enumerate(sources):
         copy = tmp_path / f"source{number}"
         shutil.copytree(source, copy, ignore=unneeded)
         options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", wheels]
         run("-m", "pip", "wheel", *options, copy)
-    run("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", target, *sorted(wheels.glob("*.whl")))
+    run(
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--quiet",
+        "--target",
+        target,
+        *sorted(wheels.glob("*.whl")),
+    )
     return target
 
 
@@ -87,5 +103,8 @@ def test_torch_is_all_that_is_needed(folder):
 
 
 def test_no_program_changes_the_path():
-    programs = [*ROOT.glob("*.py"), *(p for part in ("scripts", "benchmarks") for p in (ROOT / part).glob("*.py"))]
+    programs = [
+        *ROOT.glob("*.py"),
+        *(p for part in ("scripts", "benchmarks") for p in (ROOT / part).glob("*.py")),
+    ]
     assert programs and not [p.name for p in programs if "sys.path.insert" in p.read_text()]

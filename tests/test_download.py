@@ -1,4 +1,6 @@
-"""Data sets that are fetched and kept: downloads from a hub made of local files, and the cache of decoded pictures."""
+"""Data sets that are fetched and kept: downloads from a hub made of local files, and the cache of
+decoded pictures.
+"""
 
 import hashlib
 import os
@@ -44,7 +46,8 @@ def test_a_folder_that_cannot_be_written_is_no_problem(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", full)  # root may write anywhere, so a read-only folder would prove nothing
+    # root may write anywhere, so a read-only folder would prove nothing
+    monkeypatch.setattr(np, "save", full)
     assert load("cifar10", tmp_path).n_data == 30
     assert sorted(file.name for file in folder.iterdir()) == ["test.parquet", "train.parquet"]
 
@@ -58,9 +61,14 @@ def hub(tmp_path, monkeypatch):
     remote = tmp_path / "remote"
     remote.mkdir()
     folder = write_set(remote, "cifar10")
-    files = {f"plain_text/{s}-00000-of-00001.parquet": (folder / f"{s}.parquet").read_bytes() for s in SIZES}
+    files = {
+        f"plain_text/{s}-00000-of-00001.parquet": (folder / f"{s}.parquet").read_bytes()
+        for s in SIZES
+    }
     siblings = [
-        SimpleNamespace(rfilename=name, size=len(data), lfs={"sha256": hashlib.sha256(data).hexdigest()})
+        SimpleNamespace(
+            rfilename=name, size=len(data), lfs={"sha256": hashlib.sha256(data).hexdigest()}
+        )
         for name, data in files.items()
     ]
     siblings.append(SimpleNamespace(rfilename="README.md", size=10, lfs=None))
@@ -76,7 +84,9 @@ def hub(tmp_path, monkeypatch):
         path.write_bytes(files[name])
         return str(path)
 
-    module = SimpleNamespace(HfApi=lambda: SimpleNamespace(dataset_info=info), hf_hub_download=fetch, files=files)
+    module = SimpleNamespace(
+        HfApi=lambda: SimpleNamespace(dataset_info=info), hf_hub_download=fetch, files=files
+    )
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     return module
 
@@ -85,13 +95,16 @@ def test_download_arrives_in_the_layout_that_is_read(tmp_path, hub, monkeypatch)
     data = load("cifar10", tmp_path / "data")
     assert data.y_train.tolist() == random_split("cifar10", "train")[1].tolist()
     names = {file.name for file in (tmp_path / "data" / "cifar10").iterdir()}
-    assert {"train.parquet", "test.parquet"} <= names and not any(name.startswith(".") for name in names)
+    assert {"train.parquet", "test.parquet"} <= names and not any(
+        name.startswith(".") for name in names
+    )
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # from now on the files are enough
     assert load("cifar10", tmp_path / "data").n_data == 30
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"), [(lambda b: b[:-1], "bytes, but the hub states"), (lambda b: b[::-1], "sha256")]
+    ("spoil", "message"),
+    [(lambda b: b[:-1], "bytes, but the hub states"), (lambda b: b[::-1], "sha256")],
 )
 def test_a_spoiled_download_leaves_nothing_behind(tmp_path, hub, spoil, message):
     name = "plain_text/train-00000-of-00001.parquet"

@@ -1,4 +1,6 @@
-"""The ELBO and the data-emphasised ELBO: identities, closed forms, the collapse that kappa prevents, and mistakes."""
+"""The ELBO and the data-emphasised ELBO: identities, closed forms, the collapse that kappa
+prevents, and mistakes.
+"""
 
 import itertools
 import math
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from laplace_marglik import (  # fmt: skip
+from laplace_marglik import (
     Categorical,
     DataEmphasizedELBO,
     Gaussian,
@@ -41,12 +43,16 @@ def mlp():
 def objective(model=None, likelihood="classification", n_data=12, prior=None, **options):
     model = model or mlp()
     options.setdefault("generator", torch.Generator().manual_seed(1))
-    return DataEmphasizedELBO(model, likelihood, n_data=n_data, prior=prior or GaussianPrior(model), **options)
+    return DataEmphasizedELBO(
+        model, likelihood, n_data=n_data, prior=prior or GaussianPrior(model), **options
+    )
 
 
 def low_rank(model, prefix, rank=3):
     own = {name: w for name, w in model.named_parameters() if name.startswith(prefix)}
-    diagonal = {name: 0.5 + randn(*w.shape, seed=i).square() for i, (name, w) in enumerate(own.items())}
+    diagonal = {
+        name: 0.5 + randn(*w.shape, seed=i).square() for i, (name, w) in enumerate(own.items())
+    }
     factor = {name: randn(*w.shape, rank, seed=9 + i) for i, (name, w) in enumerate(own.items())}
     return LowRankCovariance(diagonal, factor)
 
@@ -55,9 +61,14 @@ PRIORS = {
     "scalar": lambda model: GaussianPrior(model, "scalar", 2.0),
     "layerwise": lambda model: GaussianPrior(model, "layerwise", 2.0, mean=0.1),
     "diagonal": lambda model: GaussianPrior(model, "diagonal", 2.0),
-    "groups": lambda model: GaussianPrior(model, groups=GROUPS, mean={"0.weight": randn(5, 4, seed=7)}),
+    "groups": lambda model: GaussianPrior(
+        model, groups=GROUPS, mean={"0.weight": randn(5, 4, seed=7)}
+    ),
     "low rank": lambda model: GaussianPrior(
-        model, groups=GROUPS, mean={"0.weight": randn(5, 4, seed=7)}, covariance={"0.*": low_rank(model, "0.")}
+        model,
+        groups=GROUPS,
+        mean={"0.weight": randn(5, 4, seed=7)},
+        covariance={"0.*": low_rank(model, "0.")},
     ),
 }
 
@@ -78,16 +89,20 @@ def dense(elbo):
         sigma.append(s.expand(w.shape).flatten())
     covariance = torch.diag(torch.cat(blocks))
     for number, low in prior.covariance.items():
-        own = torch.cat([torch.full((w.numel(),), prior.groups[n] == number) for n, w in weights.items()])
+        own = torch.cat(
+            [torch.full((w.numel(),), prior.groups[n] == number) for n, w in weights.items()]
+        )
         u = torch.cat([low._scaled[n] * low.diagonal[n].reshape(-1, 1) for n in low.diagonal])
         d = torch.cat([d.flatten() for d in low.diagonal.values()])
         block = variance[prior.group_names[number]] * (torch.diag(d) + u @ u.mT)
         covariance[own.nonzero(), own.nonzero().mT] = block
     m = torch.cat([w.flatten() for w in weights.values()])
-    return MultivariateNormal(m, torch.diag(torch.cat(sigma).square())), MultivariateNormal(torch.cat(mean), covariance)
+    return MultivariateNormal(m, torch.diag(torch.cat(sigma).square())), MultivariateNormal(
+        torch.cat(mean), covariance
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ divergence
+# --------------------------------------------------------------------------------------- divergence
 
 
 @pytest.mark.parametrize("prior", PRIORS)
@@ -122,10 +137,14 @@ def test_the_closed_form_is_the_minimum_and_obeys_the_envelope_theorem(prior):
 
 
 def test_the_published_closed_form():
-    """lambda* = |m - mu|^2 / D_b + sigma^2, tau* = |m|^2 / D_c + sigma^2, KL* = sum d/2 log(v*/sigma^2) (L2-SP)."""
+    """lambda* = |m - mu|^2 / D_b + sigma^2, tau* = |m|^2 / D_c + sigma^2, KL* = sum d/2
+    log(v*/sigma^2) (L2-SP).
+    """
     model, pretrained = mlp(), {"0.weight": randn(5, 4, seed=3), "0.bias": randn(5, seed=4)}
     elbo = objective(model, prior=GaussianPrior(model, groups=GROUPS, mean=pretrained), sigma=0.2)
-    moved = torch.cat([(w - pretrained[f"0.{n}"]).flatten() for n, w in model[0].named_parameters()])
+    moved = torch.cat(
+        [(w - pretrained[f"0.{n}"]).flatten() for n, w in model[0].named_parameters()]
+    )
     head = torch.cat([w.flatten() for w in model[2].parameters()])
     lam, tau = (e.square().mean() + 0.04 for e in (moved, head))
     found = elbo.prior_variance()
@@ -142,13 +161,15 @@ def test_a_covariance_without_a_factor_is_diagonal_and_the_identity_changes_noth
     nothing = {name: torch.zeros(*w.shape, 2, dtype=torch.float64) for name, w in own.items()}
     covariances = [LowRankCovariance(diagonal), LowRankCovariance(diagonal, nothing)]
     values = [
-        objective(model, prior=GaussianPrior(model, groups=GROUPS, covariance={"0.*": c})).kl() for c in covariances
+        objective(model, prior=GaussianPrior(model, groups=GROUPS, covariance={"0.*": c})).kl()
+        for c in covariances
     ]
     torch.testing.assert_close(*values)
     ones = LowRankCovariance({name: torch.ones_like(w) for name, w in own.items()})
     plain = objective(model, prior=GaussianPrior(model, groups=GROUPS)).kl()
     torch.testing.assert_close(
-        objective(model, prior=GaussianPrior(model, groups=GROUPS, covariance={"0.*": ones})).kl(), plain
+        objective(model, prior=GaussianPrior(model, groups=GROUPS, covariance={"0.*": ones})).kl(),
+        plain,
     )
 
 
@@ -160,19 +181,25 @@ def test_the_covariance_of_a_training_run():
     x = randn(3, 2, seed=2)
     torch.testing.assert_close(low.log_det, sigma.logdet())
     torch.testing.assert_close(low.quadratic({"w": x}), x.flatten() @ sigma.inverse() @ x.flatten())
-    torch.testing.assert_close(low.trace({"w": x.square()}), (sigma.inverse().diagonal() * x.flatten() ** 2).sum())
+    torch.testing.assert_close(
+        low.trace({"w": x.square()}), (sigma.inverse().diagonal() * x.flatten() ** 2).sum()
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- objective
+# ---------------------------------------------------------------------------------------- objective
 
 
 def drawn(elbo, sign=1.0):
     """The weights of the next draw, by the same generator."""
     state = elbo.generator.get_state()
-    noise = [torch.randn(w.shape, generator=elbo.generator, dtype=w.dtype) for w in elbo.weights.values()]
+    noise = [
+        torch.randn(w.shape, generator=elbo.generator, dtype=w.dtype) for w in elbo.weights.values()
+    ]
     elbo.generator.set_state(state)
     sigma = elbo.sigma.item()
-    return {n: w + sign * sigma * xi for (n, w), xi in zip(elbo.weights.items(), noise, strict=True)}
+    return {
+        n: w + sign * sigma * xi for (n, w), xi in zip(elbo.weights.items(), noise, strict=True)
+    }
 
 
 @pytest.mark.parametrize("kappa, value", [(1, 1.0), ("auto", 43 / 12), (7.5, 7.5)])
@@ -181,7 +208,9 @@ def test_the_loss_is_minus_the_objective_per_emphasised_datum(kappa, value, anti
     elbo = objective(kappa=kappa, sigma=0.3, antithetic=antithetic)
     draws = [drawn(elbo, sign) for sign in ((1.0, -1.0) if antithetic else (1.0,))]
     outputs = [torch.func.functional_call(elbo.model, w, (X,)) for w in draws]
-    log_likelihood = -sum(nn.functional.cross_entropy(f, Y, reduction="sum") for f in outputs) / len(outputs)
+    log_likelihood = -sum(
+        nn.functional.cross_entropy(f, Y, reduction="sum") for f in outputs
+    ) / len(outputs)
     j = value * log_likelihood - elbo.kl()
     assert elbo.kappa == value
     torch.testing.assert_close(elbo(X, Y), -j / (value * 12))
@@ -208,13 +237,19 @@ def test_the_mean_loss_of_batches_is_the_loss_of_all_and_evaluation_ignores_the_
         losses.append(elbo(X[batch], Y[batch]).item())
     assert losses[0] == pytest.approx((losses[1] + losses[2]) / 2)
     found = []
-    for order in (torch.arange(12).split(12), torch.arange(12).split(5), torch.arange(11, -1, -1).split(4)):
+    for order in (
+        torch.arange(12).split(12),
+        torch.arange(12).split(5),
+        torch.arange(11, -1, -1).split(4),
+    ):
         elbo.generator.set_state(state)
         found.append(elbo.evaluate(((X[i], Y[i]) for i in order), samples=3))
     for other in found[1:]:
         assert other.elbo.total.item() == pytest.approx(found[0].elbo.total.item())
         assert other.de_elbo.standard_error == pytest.approx(found[0].de_elbo.standard_error)
-    assert found[0].de_elbo.standard_error == pytest.approx(elbo.kappa * found[0].elbo.standard_error)
+    assert found[0].de_elbo.standard_error == pytest.approx(
+        elbo.kappa * found[0].elbo.standard_error
+    )
 
 
 def test_bounds_of_a_classifier_are_ordered():
@@ -231,7 +266,11 @@ def test_bounds_of_a_classifier_are_ordered():
     grid = torch.linspace(-7, 7, 281, dtype=torch.float64)
     a, b = torch.meshgrid(grid, grid, indexing="ij")
     f = torch.stack([a.unsqueeze(2) * x.flatten(), b.unsqueeze(2) * x.flatten()], -1)
-    log_joint = f.log_softmax(-1)[..., torch.arange(7), y].sum(-1) - (a**2 + b**2) / 2 - math.log(2 * math.pi)
+    log_joint = (
+        f.log_softmax(-1)[..., torch.arange(7), y].sum(-1)
+        - (a**2 + b**2) / 2
+        - math.log(2 * math.pi)
+    )
     log_p = (log_joint.flatten().logsumexp(0) + 2 * math.log(14 / 280)).item()
     found = elbo.evaluate([(x, y)], samples=400)
     assert found.de_elbo.total < found.elbo.total < log_p + 4 * found.elbo.standard_error
@@ -250,12 +289,20 @@ def test_the_exact_posterior_has_the_evidence_of_linear_regression():
     with torch.no_grad():
         model.weight.copy_(s * (phi.mT @ y).flatten() / noise**2)
     prior = GaussianPrior(model, "scalar", precision)
-    options = {"n_data": 9, "prior": prior, "variance": "fixed", "posterior": "diagonal", "kappa": 1}
+    options = {
+        "n_data": 9,
+        "prior": prior,
+        "variance": "fixed",
+        "posterior": "diagonal",
+        "kappa": 1,
+    }
     elbo = objective(model, Gaussian(noise, learn_sigma=False), **options)
     elbo.width.raw_sigma.data.copy_(torch.log(torch.expm1(s.sqrt())))
     found = elbo.evaluate([(phi, y)], samples=4000).elbo
     assert abs(found.total - log_p) < 4 * found.standard_error < 0.2
-    expected = -0.5 * (y - phi @ model.weight.mT).square().sum() / noise**2 - 4.5 * math.log(2 * math.pi * noise**2)
+    expected = -0.5 * (y - phi @ model.weight.mT).square().sum() / noise**2 - 4.5 * math.log(
+        2 * math.pi * noise**2
+    )
     expected = expected - 0.5 * (s * phi.square().sum(0)).sum() / noise**2 - elbo.kl()
     torch.testing.assert_close(expected, log_p)  # the expectation in closed form
 
@@ -271,11 +318,15 @@ def features():
 
 
 @pytest.mark.parametrize("kappa, steps", [(1, 800), ("auto", 400)])
-def test_with_more_weights_than_data_the_elbo_collapses_and_the_emphasised_one_does_not(features, kappa, steps):
+def test_with_more_weights_than_data_the_elbo_collapses_and_the_emphasised_one_does_not(
+    features, kappa, steps
+):
     x, y, x_test, y_test = features
     model = nn.Linear(400, 10, bias=False)
     nn.init.zeros_(model.weight)
-    elbo = objective(model, n_data=100, prior=GaussianPrior(model, "scalar"), kappa=kappa, sigma=0.01)
+    elbo = objective(
+        model, n_data=100, prior=GaussianPrior(model, "scalar"), kappa=kappa, sigma=0.01
+    )
     optimizer = torch.optim.Adam([*model.parameters(), *elbo.parameters()], lr=0.05)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -288,14 +339,16 @@ def test_with_more_weights_than_data_the_elbo_collapses_and_the_emphasised_one_d
         assert elbo.kappa == 40 and accuracy > 0.8 and elbo.kl() > 500
 
 
-# ------------------------------------------------------------------------------------------------ use in a loop
+# ------------------------------------------------------------------------------------ use in a loop
 
 
 def test_predictions_by_the_mean_and_by_draws():
     elbo = objective(sigma=0.5)
     torch.testing.assert_close(elbo.predict(X), elbo.model(X).softmax(1).detach())
     drawn = elbo.predict(X, samples=5)
-    assert not torch.equal(drawn, elbo.predict(X)) and torch.allclose(drawn.sum(1), torch.ones(12).double())
+    assert not torch.equal(drawn, elbo.predict(X)) and torch.allclose(
+        drawn.sum(1), torch.ones(12).double()
+    )
     elbo.width.raw_sigma.data.fill_(-40)
     torch.testing.assert_close(elbo.predict(X, samples=2), elbo.predict(X))
 
@@ -326,8 +379,17 @@ class Doubled(nn.Module):
 
 def test_augmentations_and_parameters_in_the_network_are_learned_by_the_loss():
     model, augment = mlp(), Doubled()
-    elbo = objective(model, prior=GaussianPrior(model, hyper=["0.bias"]), augment=augment, hyper=["0.bias"], sigma=1e-6)
-    assert elbo.parameters() == [elbo.width.raw_sigma, augment.eta, model[0].bias] and elbo.n_weights == 38
+    elbo = objective(
+        model,
+        prior=GaussianPrior(model, hyper=["0.bias"]),
+        augment=augment,
+        hyper=["0.bias"],
+        sigma=1e-6,
+    )
+    assert (
+        elbo.parameters() == [elbo.width.raw_sigma, augment.eta, model[0].bias]
+        and elbo.n_weights == 38
+    )
     f = (model(X) + model(X + augment.eta)) / 2
     want = nn.functional.cross_entropy(f, Y) + elbo.kl() / (elbo.kappa * 12)
     loss = elbo(X, Y)
@@ -349,16 +411,21 @@ def test_batch_statistics_follow_training_and_not_evaluation():
 def test_groups_by_pattern_serve_every_estimator():
     model = mlp()
     prior = GaussianPrior(model, groups=GROUPS, precision=0.5)
-    assert prior.group_names == list(GROUPS) and prior.precision.tolist() == pytest.approx([0.5, 3.0])
+    assert prior.group_names == list(GROUPS) and prior.precision.tolist() == pytest.approx(
+        [0.5, 3.0]
+    )
     same = GaussianPrior(model, {"0.*": "a", "2.*": "b"}, {"a": 0.5, "b": 3.0})
-    totals = [MarginalLikelihood(model, "classification", n_data=12, prior=p)(X, Y).total for p in (prior, same)]
+    totals = [
+        MarginalLikelihood(model, "classification", n_data=12, prior=p)(X, Y).total
+        for p in (prior, same)
+    ]
     torch.testing.assert_close(*totals)
     other = GaussianPrior(model, groups=GROUPS)
     other.load_state_dict(prior.state_dict())
     assert torch.equal(other.precision, prior.precision)
 
 
-# ------------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
 
 
 def with_covariance(covariance):
@@ -372,12 +439,18 @@ def groups(**options):
 
 ONE = {"w": torch.ones(2)}
 MISTAKES = {
-    "learned noise": (lambda: objective(likelihood="regression"), "kappa = 3.58.*learn_sigma=False.*force"),
+    "learned noise": (
+        lambda: objective(likelihood="regression"),
+        "kappa = 3.58.*learn_sigma=False.*force",
+    ),
     "outputs of variances": (
         lambda: objective(likelihood=HeteroscedasticGaussian(), kappa=2),
         "ill-posed",
     ),
-    "temperature": (lambda: objective(likelihood=Categorical(1.0, learn_temperature=True)), "learned temperature"),
+    "temperature": (
+        lambda: objective(likelihood=Categorical(1.0, learn_temperature=True)),
+        "learned temperature",
+    ),
     "kappa": (lambda: objective(kappa="D/N"), "positive number or 'auto'.*'D/N'"),
     "negative kappa": (lambda: objective(kappa=-1), "positive number.*-1"),
     "nan kappa": (lambda: objective(kappa=float("nan")), "positive number.*nan"),
@@ -385,31 +458,60 @@ MISTAKES = {
     "sigma": (lambda: objective(sigma=0), "sigma must be positive.*0"),
     "variance": (lambda: objective(variance="learned"), "optimal or fixed.*'learned'"),
     "n_data": (lambda: objective(n_data=0), "n_data.*at least 1.*0"),
-    "other prior": (lambda: objective(prior=GaussianPrior(nn.Linear(4, 3))), "no group for '0.weight'"),
+    "other prior": (
+        lambda: objective(prior=GaussianPrior(nn.Linear(4, 3))),
+        "no group for '0.weight'",
+    ),
     "lengths": (lambda: objective()(X[:5], Y), r"as many inputs as targets.*\[5\].*12"),
     "nothing": (lambda: objective()(X[:0], Y[:0]), "at least one datum"),
     "short loader": (lambda: objective().evaluate([(X[:5], Y[:5])]), "5 data points.*n_data=12"),
     "samples": (lambda: objective().evaluate([(X, Y)], samples=0), "samples.*at least 1"),
-    "no pattern": (lambda: groups(groups={"0.*": 1.0}), "exactly one pattern.*'2.weight' fits none"),
-    "two patterns": (lambda: groups(groups={"0.*": 1.0, "*": 2.0}), r"'0.weight' fits \['0.\*', '\*'\]"),
-    "idle pattern": (lambda: groups(groups={"*": 1.0, "head.*": None}), "'head.*' of groups fits no weight"),
-    "groups and structure": (lambda: groups(structure="scalar", groups=GROUPS), "either groups or a structure"),
-    "groups and precisions": (lambda: groups(precision={"0.*": 1.0}, groups=GROUPS), "must be a number"),
+    "no pattern": (
+        lambda: groups(groups={"0.*": 1.0}),
+        "exactly one pattern.*'2.weight' fits none",
+    ),
+    "two patterns": (
+        lambda: groups(groups={"0.*": 1.0, "*": 2.0}),
+        r"'0.weight' fits \['0.\*', '\*'\]",
+    ),
+    "idle pattern": (
+        lambda: groups(groups={"*": 1.0, "head.*": None}),
+        "'head.*' of groups fits no weight",
+    ),
+    "groups and structure": (
+        lambda: groups(structure="scalar", groups=GROUPS),
+        "either groups or a structure",
+    ),
+    "groups and precisions": (
+        lambda: groups(precision={"0.*": 1.0}, groups=GROUPS),
+        "must be a number",
+    ),
     "bad precision": (lambda: groups(groups={"*": -1.0}), "must be positive"),
-    "covariance of others": (lambda: with_covariance(LowRankCovariance(ONE)), r"group '0.\*'.*'0.weight'.*'w'"),
+    "covariance of others": (
+        lambda: with_covariance(LowRankCovariance(ONE)),
+        r"group '0.\*'.*'0.weight'.*'w'",
+    ),
     "covariance in curvature": (
         lambda: MarginalLikelihood(
-            m := mlp(), "classification", n_data=12,
+            m := mlp(),
+            "classification",
+            n_data=12,
             prior=GaussianPrior(m, groups=GROUPS, covariance={"0.*": low_rank(m, "0.")}),
         ),
         "independent weights",
     ),
     "diagonal": (lambda: LowRankCovariance({"w": torch.zeros(2)}), "positive and finite.*'w'"),
     "no diagonal": (lambda: LowRankCovariance({}), "at least one weight"),
-    "factor of others": (lambda: LowRankCovariance(ONE, {"v": torch.ones(2, 1)}), "same weights.*'v'.*'w'"),
-    "factor shape": (lambda: LowRankCovariance(ONE, {"w": torch.ones(3, 1)}), r"factor of 'w'.*\(2, 'K'\).*\(3, 1\)"),
+    "factor of others": (
+        lambda: LowRankCovariance(ONE, {"v": torch.ones(2, 1)}),
+        "same weights.*'v'.*'w'",
+    ),
+    "factor shape": (
+        lambda: LowRankCovariance(ONE, {"w": torch.ones(3, 1)}),
+        r"factor of 'w'.*\(2, 'K'\).*\(3, 1\)",
+    ),
     "few deviations": (lambda: LowRankCovariance.swag(ONE, {"w": torch.ones(2, 1)}), "K >= 2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -24,13 +24,20 @@ def test_a_run_records_the_bound_the_prior_and_the_width(tmp_path, capsys):
     out = tmp_path / "run"
     runs = run(parse([*DE_ELBO, "--out", str(out)]))
     printed = capsys.readouterr().out
-    assert "a lower bound (ELBO)" in printed and "posterior width sigma" in printed and "emphasis kappa" in printed
+    assert (
+        "a lower bound (ELBO)" in printed
+        and "posterior width sigma" in printed
+        and "emphasis kappa" in printed
+    )
     assert list(runs) == ["de-elbo", "MAP baseline"] and (out / "figure.png").stat().st_size > 5000
     epochs, summary = runs["de-elbo"]
     n_weights = summary["n_parameters"]
     assert summary["kappa"] == n_weights / 64 and summary["log_marglik_structure"] == "elbo"
     assert summary["emphasised_elbo"] < summary["log_marglik"] and summary["log_marglik_error"] > 0
-    assert runs["MAP baseline"][1]["log_marglik_structure"] == "ntk" and "sigma" not in runs["MAP baseline"][1]
+    assert (
+        runs["MAP baseline"][1]["log_marglik_structure"] == "ntk"
+        and "sigma" not in runs["MAP baseline"][1]
+    )
     assert len(epochs) == 3
     for line in epochs:
         assert {"log_marglik", "sigma", "kappa", "emphasised_elbo", "prior_precision"} <= set(line)
@@ -46,15 +53,21 @@ def test_the_reported_prior_is_the_closed_form():
     method.evidence()
     sigma = dict(zip(weights, method.objective.sigma.tolist(), strict=True))
     for name, precision in trainer.problem.prior.precisions().items():
-        assert 1 / precision.item() == pytest.approx(weights[name].square().mean().item() + sigma[name] ** 2)
-    assert trainer.steps == {"weights": 6, "prior": 6, "augment": 0} and len(set(sigma.values())) == 4
+        assert 1 / precision.item() == pytest.approx(
+            weights[name].square().mean().item() + sigma[name] ** 2
+        )
+    assert (
+        trainer.steps == {"weights": 6, "prior": 6, "augment": 0} and len(set(sigma.values())) == 4
+    )
 
 
 def load_digits():
     return load("digits", "data", n_data=64, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("flags", ["--posterior diagonal --prior diagonal", "--augment affine --antithetic"])
+@pytest.mark.parametrize(
+    "flags", ["--posterior diagonal --prior diagonal", "--augment affine --antithetic"]
+)
 def test_other_posteriors_and_augmentations_train(flags):
     data = load("digits", "data", n_data=64)
     trainer = trained([*DE_ELBO, *flags.split()], data)
@@ -70,22 +83,46 @@ def test_evaluations_do_not_change_the_training():
 
 
 def test_learning_digits_by_the_emphasised_elbo():
-    flags = ["--method", "de-elbo", "--model", "mlp", "--width", "32", "--epochs", "25", "--eval-every", "25"]
+    flags = [
+        "--method",
+        "de-elbo",
+        "--model",
+        "mlp",
+        "--width",
+        "32",
+        "--epochs",
+        "25",
+        "--eval-every",
+        "25",
+    ]
     trainer = trained(flags, load("digits", "data"))
     assert trainer.evaluate("test")["accuracy"] > 0.85
 
 
 def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
-    eager = [*DE_ELBO, "--posterior", "group", "--epochs", "4", "--checkpoint-seconds", "0", "--eval-every", "2"]
+    eager = [
+        *DE_ELBO,
+        "--posterior",
+        "group",
+        "--epochs",
+        "4",
+        "--checkpoint-seconds",
+        "0",
+        "--eval-every",
+        "2",
+    ]
     assert main([*eager, "--out", str(tmp_path / "whole")]) == 0
     arguments = [*eager, "--out", str(tmp_path / "run"), "--resume"]
     command = [sys.executable, "-c", DRIVER, json.dumps(DEATHS), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert main(arguments) == 0
     assert results(tmp_path / "run") == results(tmp_path / "whole")
-    assert main([*eager, "--kappa", "2", "--out", str(tmp_path / "run"), "--resume"]) == 2  # another run
+    # another run
+    assert main([*eager, "--kappa", "2", "--out", str(tmp_path / "run"), "--resume"]) == 2
     assert [line["epoch"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 

@@ -1,4 +1,6 @@
-"""Every shortcut changes speed and memory, never values: on against off, and both against the reference's precision."""
+"""Every shortcut changes speed and memory, never values: on against off, and both against the
+reference's precision.
+"""
 
 from dataclasses import fields, replace
 
@@ -17,23 +19,39 @@ from ntkmarglik.problem.models import build
 SWITCHES = [f.name for f in fields(FastPaths)]
 NONE = FastPaths(**dict.fromkeys(SWITCHES, False))
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
-KINDS = [("ntk", "expand"), ("full", "expand"), ("blockdiag", "expand"), ("kfac", "expand"), ("kfac", "reduce"),
-         ("diag", "expand")]  # fmt: skip
+KINDS = [
+    ("ntk", "expand"),
+    ("full", "expand"),
+    ("blockdiag", "expand"),
+    ("kfac", "expand"),
+    ("kfac", "reduce"),
+    ("diag", "expand"),
+]
 
 
 class Net(nn.Module):
-    """Strides, a pooling, few positions in the second layer and many in the first, scalars, and a linear map."""
+    """Strides, a pooling, few positions in the second layer and many in the first, scalars, and a
+    linear map.
+    """
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.Conv2d(3, 8, 3, stride=2)
-        self.scale, self.shift = nn.Parameter(torch.tensor([1.2])), nn.Parameter(torch.tensor([0.1]))
+        self.first, self.second = (
+            nn.Conv2d(1, 3, 3, padding=1, bias=False),
+            nn.Conv2d(3, 8, 3, stride=2),
+        )
+        self.scale, self.shift = (
+            nn.Parameter(torch.tensor([1.2])),
+            nn.Parameter(torch.tensor([0.1])),
+        )
         self.third, self.last = nn.Conv2d(8, 5, 2), nn.Linear(20, 4)
 
     def forward(self, x):
         x = torch.relu(self.first(x)) * self.scale + self.shift
         x = torch.relu(self.third(torch.relu(self.second(x))))
-        return self.last(nn.functional.max_pool2d(x, 2, stride=1, padding=1)[..., :2, :2].flatten(1))
+        return self.last(
+            nn.functional.max_pool2d(x, 2, stride=1, padding=1)[..., :2, :2].flatten(1)
+        )
 
 
 def estimator(structure, kfac, dtype, outputs=None, copies=0, **options):
@@ -41,9 +59,17 @@ def estimator(structure, kfac, dtype, outputs=None, copies=0, **options):
     model = Net().to(dtype)
     augment = AffineAugmentation(copies, init=0.3).to(dtype) if copies else None
     return MarginalLikelihood(
-        model, "classification", n_data=90, prior=GaussianPrior(model, precision=0.3), structure=structure, kfac=kfac,
-        outputs=outputs, augment=augment, generator=torch.Generator().manual_seed(1), **options,
-    )  # fmt: skip
+        model,
+        "classification",
+        n_data=90,
+        prior=GaussianPrior(model, precision=0.3),
+        structure=structure,
+        kfac=kfac,
+        outputs=outputs,
+        augment=augment,
+        generator=torch.Generator().manual_seed(1),
+        **options,
+    )
 
 
 def data(dtype, n=9):
@@ -81,13 +107,17 @@ def test_each_shortcut_alone(structure, kfac, switch):
 
 
 def test_one_backward_pass_for_the_seeds_of_a_single_weight_together(monkeypatch):
-    """The second pass over KFAC-reduce blocks needs cotangents of the scale only, weighted and summed over seeds."""
+    """The second pass over KFAC-reduce blocks needs cotangents of the scale only, weighted and
+    summed over seeds.
+    """
     passes: list[int] = []
     backward = Chunk._backward
     monkeypatch.setattr(
         Chunk,
         "_backward",
-        lambda self, seed, needed, *rest: passes.append(len(needed)) or backward(self, seed, needed, *rest),
+        lambda self, seed, needed, *rest: (
+            passes.append(len(needed)) or backward(self, seed, needed, *rest)
+        ),
     )
     found, counts = [], []
     for fast in (ALL, replace(ALL, weighted_seeds=False)):
@@ -98,29 +128,47 @@ def test_one_backward_pass_for_the_seeds_of_a_single_weight_together(monkeypatch
         found.append(evaluated(ml, torch.float64))
         counts.append(len([n for n in passes if n]))
     seeds, chunks = 3, 3
-    assert counts == [chunks * (seeds + 1), chunks * seeds + (chunks - 1) * seeds]  # the last chunk is kept
+    # the last chunk is kept
+    assert counts == [
+        chunks * (seeds + 1),
+        chunks * seeds + (chunks - 1) * seeds,
+    ]
     assert_same(*found, 1e-9)
 
 
 @pytest.mark.parametrize("block", [2**20, 100], ids=["at once", "one datum at a time"])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 def test_shared_factors_of_several_seeds_and_positions(activation, block, monkeypatch):
-    """Piecewise linear networks need the cotangents of inputs, smooth ones those of output cotangents too."""
+    """Piecewise linear networks need the cotangents of inputs, smooth ones those of output
+    cotangents too.
+    """
     monkeypatch.setattr("asdl_marglik.curvature.kernel.row_storage.BLOCK", block)
     used: list[str] = []
     gram = SharedFactors.gram
     monkeypatch.setattr(
-        SharedFactors, "gram", lambda self, *given, **options: used.append(self.name) or gram(self, *given, **options)
+        SharedFactors,
+        "gram",
+        lambda self, *given, **options: used.append(self.name) or gram(self, *given, **options),
     )
     found = []
     for fast in (ALL, replace(ALL, shared_factors=False)):
         torch.manual_seed(0)
-        layers = [nn.Conv2d(1, 12, 3, stride=3), activation(), nn.Conv2d(12, 16, 3, padding=1), activation()]
+        layers = [
+            nn.Conv2d(1, 12, 3, stride=3),
+            activation(),
+            nn.Conv2d(12, 16, 3, padding=1),
+            activation(),
+        ]
         model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 10)).double()
         ml = MarginalLikelihood(
-            model, "classification", n_data=90, prior=GaussianPrior(model),
-            augment=AffineAugmentation(1, init=0.3).double(), generator=torch.Generator().manual_seed(1), chunk=4,
-        )  # fmt: skip
+            model,
+            "classification",
+            n_data=90,
+            prior=GaussianPrior(model),
+            augment=AffineAugmentation(1, init=0.3).double(),
+            generator=torch.Generator().manual_seed(1),
+            chunk=4,
+        )
         ml._fast = fast
         found.append(evaluated(ml, torch.float64))
     assert used == ["2.weight"]
@@ -130,7 +178,9 @@ def test_shared_factors_of_several_seeds_and_positions(activation, block, monkey
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("outputs", [1, None])
 def test_kernels_of_a_cached_block_in_packed_form(outputs, dtype):
-    """Prior steps with and without: among the groups are single weights, whose kernels have rank one."""
+    """Prior steps with and without: among the groups are single weights, whose kernels have rank
+    one.
+    """
     found = []
     for fast in (ALL, replace(ALL, packed_kernels=False, kept_log_prob=False)):
         ml = estimator("ntk", "expand", dtype, outputs)
@@ -148,7 +198,8 @@ def test_kernels_of_a_cached_block_in_packed_form(outputs, dtype):
 def test_kernels_of_many_rows_are_mirrored_unless_switched_off(monkeypatch):
     mirrored: list[int] = []
     monkeypatch.setattr(
-        "asdl_marglik.curvature.kernel.row_storage.gram_of", lambda rows: mirrored.append(len(rows)) or gram_of(rows)
+        "asdl_marglik.curvature.kernel.row_storage.gram_of",
+        lambda rows: mirrored.append(len(rows)) or gram_of(rows),
     )
     monkeypatch.setattr("asdl_marglik.linalg.MANY_ROWS", 4)
     found = []
@@ -183,7 +234,9 @@ def test_eigenvalues_of_rows_and_their_derivatives_against_autograd(shape, dtype
     for ours in found[1:]:
         for a, b in zip(ours, found[0], strict=True):
             assert a.dtype == b.dtype
-            torch.testing.assert_close(a, b, rtol=10 * TOLERANCE[dtype], atol=TOLERANCE[dtype] * float(b.abs().max()))
+            torch.testing.assert_close(
+                a, b, rtol=10 * TOLERANCE[dtype], atol=TOLERANCE[dtype] * float(b.abs().max())
+            )
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 3, 1, 2), (4, 4)])
@@ -192,12 +245,17 @@ def test_a_combination_of_kernels_against_autograd(ranks):
     roots = [torch.randn(6, rank, generator=generator, dtype=torch.float64) for rank in (*ranks, 1)]
     kernels = [root @ root.mT for root in roots[:-1]] + [torch.zeros(6, 6, dtype=torch.float64)]
     combination = Combination(kernels, torch.float64)
-    ours, theirs = (torch.linspace(0.5, 2, len(kernels), dtype=torch.float64, requires_grad=True) for _ in range(2))
+    ours, theirs = (
+        torch.linspace(0.5, 2, len(kernels), dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    )
     value = combination.log_det_identity_plus(ours)
     total = sum(w * k for w, k in zip(theirs, kernels, strict=True))
     expected = torch.logdet(torch.eye(6, dtype=torch.float64) + total)
     torch.testing.assert_close(value, expected)
-    torch.testing.assert_close(torch.autograd.grad(value, ours), torch.autograd.grad(expected, theirs))
+    torch.testing.assert_close(
+        torch.autograd.grad(value, ours), torch.autograd.grad(expected, theirs)
+    )
 
 
 @pytest.mark.parametrize("structure, kfac", KINDS)
@@ -212,7 +270,9 @@ def test_the_switches_are_all_on_by_default():
 
 def test_rows_are_deferred_where_only_the_prior_is_learned(monkeypatch):
     """No more rows than those of one weight are alive: the buffer of all rows is never made."""
-    monkeypatch.setattr("asdl_marglik.passes.residency.Collected.add", lambda *_: pytest.fail("kept all rows"))
+    monkeypatch.setattr(
+        "asdl_marglik.passes.residency.Collected.add", lambda *_: pytest.fail("kept all rows")
+    )
     ml = large()
     ml(torch.randn(8, 3, 16, 16), torch.arange(8)).total.backward()
 
@@ -225,9 +285,14 @@ def large(**options):
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.02)
     return MarginalLikelihood(
-        model, "classification", n_data=1000, prior=GaussianPrior(model), outputs=1,
-        generator=torch.Generator().manual_seed(0), **options,
-    )  # fmt: skip
+        model,
+        "classification",
+        n_data=1000,
+        prior=GaussianPrior(model),
+        outputs=1,
+        generator=torch.Generator().manual_seed(0),
+        **options,
+    )
 
 
 def test_a_real_network_by_shortcuts_and_without():
@@ -266,7 +331,9 @@ def test_a_block_beyond_the_budget_is_refused_before_it_is_computed(monkeypatch)
     ml = large(memory_budget=150e6, augment=AffineAugmentation(2))
     ml.describe(torch.randn(2, 3, 16, 16))
     monkeypatch.setattr(Passes, "_chunk", lambda *_, **__: pytest.fail("computed something"))
-    with pytest.raises(MarglikError, match=r"needs about .* GB.*use a block of \d+ data points or structure='kfac'"):
+    with pytest.raises(
+        MarglikError, match=r"needs about .* GB.*use a block of \d+ data points or structure='kfac'"
+    ):
         ml(torch.randn(100, 3, 16, 16), torch.arange(100) % 10)
 
 
@@ -298,7 +365,11 @@ def test_a_small_budget_takes_small_chunks():
     sizes = []
     for budget in (1e9, 5e7):
         ml = large(memory_budget=budget, structure="kfac")
-        sizes.append(int(ml.describe(torch.randn(64, 3, 16, 16)).split("inputs per chunk: ")[1].split(";")[0]))
+        sizes.append(
+            int(
+                ml.describe(torch.randn(64, 3, 16, 16)).split("inputs per chunk: ")[1].split(";")[0]
+            )
+        )
     assert sizes[1] < sizes[0]
 
 

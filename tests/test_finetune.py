@@ -1,4 +1,6 @@
-"""Fine-tuning: pretrained networks as their library saves them, every method from flags to a run folder, resume."""
+"""Fine-tuning: pretrained networks as their library saves them, every method from flags to a run
+folder, resume.
+"""
 
 import io
 import itertools
@@ -29,9 +31,36 @@ from ntkmarglik.programs.finetune.run import main
 from ntkmarglik.programs.finetune.scores import macro_accuracy
 from ntkmarglik.runs.folder import read_metrics
 
-WORDS = {0: "war peace vote king", 1: "goal match team win", 2: "bank price market oil", 3: "chip code data robot"}
-TINY = ["--steps", "4", "--rates", "0.1", "0.01", "--draws", "2", "--threads", "1", "--batch-size", "8"]
-GRID = ["--backbone-decays", "1e-2", "1e-4", "--head-decays", "1e-3", "--trials", "6", "--laplace-steps", "3"]
+WORDS = {
+    0: "war peace vote king",
+    1: "goal match team win",
+    2: "bank price market oil",
+    3: "chip code data robot",
+}
+TINY = [
+    "--steps",
+    "4",
+    "--rates",
+    "0.1",
+    "0.01",
+    "--draws",
+    "2",
+    "--threads",
+    "1",
+    "--batch-size",
+    "8",
+]
+GRID = [
+    "--backbone-decays",
+    "1e-2",
+    "1e-4",
+    "--head-decays",
+    "1e-3",
+    "--trials",
+    "6",
+    "--laplace-steps",
+    "3",
+]
 CPU = torch.device("cpu")
 
 
@@ -41,11 +70,18 @@ def convnext(tmp_path_factory):
     folder = tmp_path_factory.mktemp("convnext")
     torch.manual_seed(0)
     config = transformers.ConvNextConfig(
-        patch_size=2, num_stages=2, depths=[1, 1], hidden_sizes=[4, 8], image_size=8, num_labels=3,
+        patch_size=2,
+        num_stages=2,
+        depths=[1, 1],
+        hidden_sizes=[4, 8],
+        image_size=8,
+        num_labels=3,
         layer_scale_init_value=0.1,
-    )  # fmt: skip
+    )
     transformers.ConvNextForImageClassification(config).save_pretrained(folder)
-    processor = transformers.ConvNextImageProcessorPil(size={"shortest_edge": 8}, crop_pct=1.0, image_std=[0.25] * 3)
+    processor = transformers.ConvNextImageProcessorPil(
+        size={"shortest_edge": 8}, crop_pct=1.0, image_std=[0.25] * 3
+    )
     processor.save_pretrained(folder)
     return str(folder)
 
@@ -57,11 +93,17 @@ def bert(tmp_path_factory):
     torch.manual_seed(0)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *" ".join(WORDS.values()).split()]
     (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=8).save_pretrained(folder)
+    transformers.BertTokenizerFast(str(folder / "vocab.txt"), model_max_length=8).save_pretrained(
+        folder
+    )
     config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        vocab_size=len(words),
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
         max_position_embeddings=8,
-    )  # fmt: skip
+    )
     transformers.BertForMaskedLM(config).save_pretrained(folder)
     return str(folder)
 
@@ -91,12 +133,32 @@ def _write(path, **columns):
 
 
 def digits(convnext, *more):
-    task = ["--checkpoint", convnext, "--dataset", "digits", "--classes", "7", "1", "4", "--n-data", "12"]
+    task = [
+        "--checkpoint",
+        convnext,
+        "--dataset",
+        "digits",
+        "--classes",
+        "7",
+        "1",
+        "4",
+        "--n-data",
+        "12",
+    ]
     return [*task, "--n-test", "30", *TINY, *GRID, *more]
 
 
 def news(bert, root, *more):
-    task = ["--checkpoint", bert, "--dataset", "ag_news", "--data-root", str(root), "--n-data", "16"]
+    task = [
+        "--checkpoint",
+        bert,
+        "--dataset",
+        "ag_news",
+        "--data-root",
+        str(root),
+        "--n-data",
+        "16",
+    ]
     return [*task, *TINY, *GRID, *more]
 
 
@@ -106,18 +168,25 @@ def summary_of(path):
 
 def without_times(value):
     if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if "seconds" not in k and k != "peak_memory_bytes"}
+        return {
+            k: without_times(v)
+            for k, v in value.items()
+            if "seconds" not in k and k != "peak_memory_bytes"
+        }
     return value
 
 
-# ------------------------------------------------------------------------------------------- networks and inputs
+# ------------------------------------------------------------------------------ networks and inputs
 
 
 def test_the_backbone_is_the_checkpoints_and_the_head_is_new(convnext):
     stored = transformers.ConvNextForImageClassification.from_pretrained(convnext).state_dict()
     models = [pretrained.load(convnext, 3, text=False, seed=seed) for seed in (0, 0, 1)]
     for name, value in models[0].network.state_dict().items():
-        assert torch.equal(value, stored[name]) == name.startswith("convnext.") or name == "classifier.bias"
+        assert (
+            torch.equal(value, stored[name]) == name.startswith("convnext.")
+            or name == "classifier.bias"
+        )
     heads = [model.network.classifier.weight for model in models]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert pretrained.load(convnext, 5, text=False, seed=0)(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
@@ -126,7 +195,9 @@ def test_the_backbone_is_the_checkpoints_and_the_head_is_new(convnext):
 def test_the_prior_pulls_to_pretrained_weights_and_the_head_to_zero(convnext):
     model = pretrained.load(convnext, 3, text=False, seed=0)
     prior = pretrained.l2_sp(model, 2.0, 3.0)
-    assert prior.group_names == ["backbone", "head"] and prior.precision.tolist() == pytest.approx([2.0, 3.0])
+    assert prior.group_names == ["backbone", "head"] and prior.precision.tolist() == pytest.approx(
+        [2.0, 3.0]
+    )
     assert prior.squares(dict(model.named_parameters())).tolist() == pytest.approx(
         [0.0, model.network.classifier.weight.double().square().sum().item()]
     )
@@ -135,7 +206,9 @@ def test_the_prior_pulls_to_pretrained_weights_and_the_head_to_zero(convnext):
 def test_pixels_are_as_the_checkpoint_says(convnext):
     train, _, _ = examples.read("digits", "nowhere")
     prepare = pretrained.Preparation(convnext, text=False, max_length=0)
-    mean = np.array(json.loads((Path(convnext) / "preprocessor_config.json").read_text())["image_mean"])
+    mean = np.array(
+        json.loads((Path(convnext) / "preprocessor_config.json").read_text())["image_mean"]
+    )
     grey = train.inputs[:5, :, :, 0].astype(float) / 255
     expected = (np.stack([grey] * 3, 1) - mean.reshape(1, 3, 1, 1)) / 0.25
     np.testing.assert_allclose(prepare(train, np.arange(5)).numpy(), expected, atol=1e-5)
@@ -166,7 +239,11 @@ def test_inputs_made_batch_by_batch_are_the_same(convnext, root, monkeypatch):
 def test_padding_does_not_matter(bert, root):
     """Our mask gives what the library makes of its own, and what a text gives alone."""
     model = pretrained.load(bert, 4, text=True, seed=0).eval()
-    part = inputs.Part(examples.read("ag_news", root)[0], pretrained.Preparation(bert, text=True, max_length=8), CPU)
+    part = inputs.Part(
+        examples.read("ag_news", root)[0],
+        pretrained.Preparation(bert, text=True, max_length=8),
+        CPU,
+    )
     x, _ = part.batch(torch.arange(6))
     assert x["attention_mask"].sum(1).unique().numel() > 1
     together = model(x)
@@ -177,9 +254,15 @@ def test_padding_does_not_matter(bert, root):
 
 def test_the_curvature_of_a_bert_is_that_of_single_gradients(bert, root):
     model = pretrained.load(bert, 4, text=True, seed=0).eval()
-    part = inputs.Part(examples.read("ag_news", root)[0], pretrained.Preparation(bert, text=True, max_length=8), CPU)
+    part = inputs.Part(
+        examples.read("ag_news", root)[0],
+        pretrained.Preparation(bert, text=True, max_length=8),
+        CPU,
+    )
     part = part.chosen(np.arange(5))
-    laplace = DiagonalLaplace(model, "classification", pretrained.l2_sp(model, 1.0, 1.0), part.batches(2))
+    laplace = DiagonalLaplace(
+        model, "classification", pretrained.l2_sp(model, 1.0, 1.0), part.batches(2)
+    )
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for i in range(5):
         x, y = part.batch(torch.tensor([i]))
@@ -196,7 +279,9 @@ def test_map_minimises_its_formula(convnext):
     model = pretrained.load(convnext, 3, text=False, seed=0)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     alpha, beta, n = 0.3, 0.2, 7
-    objective = Map(model, pretrained.l2_sp(model, alpha * n, beta * n), n, Search(), torch.Generator())
+    objective = Map(
+        model, pretrained.l2_sp(model, alpha * n, beta * n), n, Search(), torch.Generator()
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -214,7 +299,10 @@ def test_subsets_are_balanced_and_nested():
     labels = np.array([0] * 50 + [1] * 30 + [2] * 3)
     small, large = (examples.balanced(labels, size, 1) for size in (6, 20))
     assert np.bincount(labels[small]).tolist() == [2, 2, 2] and set(small) <= set(large)
-    assert sorted(np.bincount(labels[large])) == [3, 8, 9] and len(set(examples.balanced(labels, 0, 1))) == 83
+    assert (
+        sorted(np.bincount(labels[large])) == [3, 8, 9]
+        and len(set(examples.balanced(labels, 0, 1))) == 83
+    )
     assert set(examples.balanced(labels, 6, 2)) != set(small)
 
 
@@ -239,26 +327,39 @@ def test_images_are_mirrored_and_shifted(generator):
     assert inputs.changed(x, "none", generator) is x
 
 
-# --------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------- plans
 
 
 def test_a_grid_is_searched_and_the_best_is_fitted_again():
-    search, plan, done = Search(rates=(0.1, 0.01), backbone_decays=(1.0, 2.0), head_decays=(3.0,)), PLANS["map-gs"], []
+    search, plan, done = (
+        Search(rates=(0.1, 0.01), backbone_decays=(1.0, 2.0), head_decays=(3.0,)),
+        PLANS["map-gs"],
+        [],
+    )
     scores = iter([-3.0, -1.0, -2.0, -math.inf, 0.0])
     while (candidate := plan.next(search, done, 0)) is not None:
         done.append(Result(candidate, next(scores)))
     pairs = [(r.candidate.rate, r.candidate.backbone_decay) for r in done]
-    assert pairs == [*itertools.product((0.1, 0.01), (1.0, 2.0)), (0.1, 2.0)] and plan.n_fits(search) == 5
+    assert (
+        pairs == [*itertools.product((0.1, 0.01), (1.0, 2.0)), (0.1, 2.0)]
+        and plan.n_fits(search) == 5
+    )
     with pytest.raises(NtkMarglikError, match="diverged"):
         best([Result(done[0].candidate, -math.inf)])
 
 
 def test_bayesian_optimisation_follows_from_the_finished_fits():
-    """It proposes within the grid's ends, the same after the same fits, and gets near the optimum of a parabola."""
+    """It proposes within the grid's ends, the same after the same fits, and gets near the optimum
+    of a parabola.
+    """
     search, plan, done = Search(trials=30, rates=(0.1, 0.01)), PLANS["map-bo"], []
 
     def score(c):
-        return -((math.log10(c.backbone_decay) + 3) ** 2) - (math.log10(c.head_decay) + 5) ** 2 - (c.rate - 0.1) ** 2
+        return (
+            -((math.log10(c.backbone_decay) + 3) ** 2)
+            - (math.log10(c.head_decay) + 5) ** 2
+            - (c.rate - 0.1) ** 2
+        )
 
     for _ in range(30):
         candidate = plan.next(search, done, 3)
@@ -269,7 +370,7 @@ def test_bayesian_optimisation_follows_from_the_finished_fits():
     assert plan.next(search, [*done, done[0]], 3) is None
 
 
-# ---------------------------------------------------------------------------------------------------------- runs
+# --------------------------------------------------------------------------------------------- runs
 
 
 @pytest.mark.parametrize("method", PLANS)
@@ -278,16 +379,24 @@ def test_every_method_from_flags_to_a_run_folder(method, convnext, tmp_path, cap
     summary, lines = summary_of(tmp_path / "run"), read_metrics(tmp_path / "run")
     fits = {"map-gs": 5, "la-clml": 5, "map-bo": 7}.get(method, 2)
     assert len(summary["fits"]) == fits and summary["steps"] == 4 * fits == lines[-1]["step"]
-    assert all(math.isfinite(fit["score"]) for fit in summary["fits"]) and 0 <= summary["test_accuracy"] <= 1
+    assert (
+        all(math.isfinite(fit["score"]) for fit in summary["fits"])
+        and 0 <= summary["test_accuracy"] <= 1
+    )
     assert (tmp_path / "run" / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["method"] == method
-    assert set(summary["prior_variance"]) == {"backbone", "head"} and ("sigma" in summary) == ("elbo" in method)
+    assert set(summary["prior_variance"]) == {"backbone", "head"} and ("sigma" in summary) == (
+        "elbo" in method
+    )
     last = [line for line in lines if line["fit"] == summary["fit"]][-1]
     assert last["test_accuracy"] == summary["test_accuracy"]  # the final network is the chosen one
     if "held_out_score" in summary and fits > 2:
         searched, final = summary["fits"][:-1], summary["fits"][-1]
         chosen = max(searched, key=lambda fit: fit["score"])
-        assert final["backbone_decay"] == chosen["backbone_decay"] and summary["held_out_score"] == chosen["score"]
+        assert (
+            final["backbone_decay"] == chosen["backbone_decay"]
+            and summary["held_out_score"] == chosen["score"]
+        )
     else:
         assert summary["objective"] == max(fit["score"] for fit in summary["fits"])
     assert "test accuracy" in capsys.readouterr().out
@@ -310,31 +419,54 @@ def test_texts(method, bert, root, tmp_path):
 def test_other_architectures(kind, tmp_path):
     """A ResNet, whose batch normalisation has statistics, and a vision transformer."""
     if kind == "resnet":
-        config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+        config = transformers.ResNetConfig(
+            embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic"
+        )
         network = transformers.ResNetForImageClassification(config)
         processor = transformers.ConvNextImageProcessorPil(size={"shortest_edge": 16}, crop_pct=0.8)
     else:
         config = transformers.ViTConfig(
-            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=8, patch_size=4
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=8,
+            image_size=8,
+            patch_size=4,
         )
         network = transformers.ViTForImageClassification(config)
         processor = transformers.ViTImageProcessorPil(size={"height": 8, "width": 8})
     network.save_pretrained(tmp_path / "network")
     processor.save_pretrained(tmp_path / "network")
     for method in ("de-elbo", "la-lml"):
-        flags = digits(str(tmp_path / "network"), "--method", method, "--steps", "2", "--rates", "0.01")
+        flags = digits(
+            str(tmp_path / "network"), "--method", method, "--steps", "2", "--rates", "0.01"
+        )
         assert main([*flags, "--out", str(tmp_path / method)]) == 0
         assert math.isfinite(summary_of(tmp_path / method)["objective"])
 
 
 def test_it_learns(convnext, tmp_path):
-    flags = ["--steps", "60", "--n-data", "90", "--batch-size", "45", "--rates", "0.1", "--method", "de-elbo"]
+    flags = [
+        "--steps",
+        "60",
+        "--n-data",
+        "90",
+        "--batch-size",
+        "45",
+        "--rates",
+        "0.1",
+        "--method",
+        "de-elbo",
+    ]
     main([*digits(convnext), *flags, "--out", str(tmp_path)])
     assert summary_of(tmp_path)["test_accuracy"] > 0.8
 
 
 def test_a_saved_network_is_a_checkpoint(convnext, tmp_path):
-    assert main(digits(convnext, "--method", "map", "--out", str(tmp_path / "first"), "--save-model")) == 0
+    assert (
+        main(digits(convnext, "--method", "map", "--out", str(tmp_path / "first"), "--save-model"))
+        == 0
+    )
     again = str(tmp_path / "first" / "model")
     assert main(digits(again, "--method", "map", "--out", str(tmp_path / "second"))) == 0
 
@@ -343,7 +475,9 @@ class Stop(Exception):
     """A run that dies."""
 
 
-@pytest.mark.parametrize("method, at", [("de-elbo", 6), ("la-lml", 3), ("map-bo", 17), ("la-clml", 18)])
+@pytest.mark.parametrize(
+    "method, at", [("de-elbo", 6), ("la-lml", 3), ("map-bo", 17), ("la-clml", 18)]
+)
 def test_a_resumed_run_ends_in_the_same_numbers(method, at, bert, root, tmp_path, monkeypatch):
     """Killed within a fit; BERT has dropout, so that torch's own generator matters too."""
     flags = news(bert, root, "--method", method, "--eval-every", "2", "--checkpoint-seconds", "0")
@@ -367,7 +501,8 @@ def test_a_resumed_run_ends_in_the_same_numbers(method, at, bert, root, tmp_path
     lines = [list(map(without_times, read_metrics(tmp_path / name))) for name in ("whole", "part")]
     assert lines[0] == lines[1]
     before = (tmp_path / "part" / "summary.json").read_bytes()
-    assert main([*flags, "--out", str(tmp_path / "part"), "--resume"]) == 0  # a finished run is shown again
+    # a finished run is shown again
+    assert main([*flags, "--out", str(tmp_path / "part"), "--resume"]) == 0
     assert (tmp_path / "part" / "summary.json").read_bytes() == before
 
 
@@ -379,7 +514,9 @@ def test_a_run_leaves_torchs_generator_alone(convnext, tmp_path):
 
 
 def test_a_diverging_fit_is_not_chosen(convnext, tmp_path):
-    flags = digits(convnext, "--method", "map", "--clip", "0", "--steps", "12", "--out", str(tmp_path))
+    flags = digits(
+        convnext, "--method", "map", "--clip", "0", "--steps", "12", "--out", str(tmp_path)
+    )
     assert main([*flags, "--rates", "1e20", "0.01"]) == 0
     summary = summary_of(tmp_path)
     assert summary["rate"] == 0.01 and summary["fits"][0]["score"] is None
@@ -437,7 +574,10 @@ def test_other_settings_and_taken_folders_are_refused(convnext, tmp_path, capsys
     flags = digits(convnext, "--method", "map", "--out", str(tmp_path))
     assert main(flags) == 0
     assert main(flags) == 2 and "already holds a run" in capsys.readouterr().err
-    assert main([*flags, "--resume", "--n-data", "15"]) == 2 and "started with n_data = 12" in capsys.readouterr().err
+    assert (
+        main([*flags, "--resume", "--n-data", "15"]) == 2
+        and "started with n_data = 12" in capsys.readouterr().err
+    )
 
 
 def test_missing_libraries_are_named(monkeypatch):
@@ -453,7 +593,9 @@ def test_rows_of_tables(convnext, tmp_path):
     for seed in ("0", "1"):
         main(digits(convnext, "--method", "map", "--seed", seed, "--out", str(tmp_path / seed)))
     found = [rows.run_row(tmp_path / seed) for seed in ("0", "1")]
-    assert parse(found[1]["command"].split()[2:]).run.seed == 1 and "--out" not in found[1]["command"]
+    assert (
+        parse(found[1]["command"].split()[2:]).run.seed == 1 and "--out" not in found[1]["command"]
+    )
     assert "| digits-12, classes 7 1 4 | map | 2 |" in rows.table(found)
     assert set(rows.COLUMNS) - set(found[0]) == {"sigma", "kappa"}
     with pytest.raises(NtkMarglikError, match="no finished run"):

@@ -1,10 +1,12 @@
-"""Random networks and evidence problems against the naive reference: values, and gradients in every hyperparameter.
+"""Random networks and evidence problems against the naive reference: values, and gradients in every
+hyperparameter.
 
-Values are those of `reference.evidence`: Jacobian rows datum by datum and output by output, by plain autograd.
-Gradients are compared along one random direction for each hyperparameter with central differences of that value, which
-need no second derivative (torch's own are wrong for weight_norm, and missing or wrong elsewhere). The reference has no
-Kronecker form of some weights (attention, grouped convolutions, raw matrix products); there, the gradients of "kfac"
-are compared with differences of the library's own value.
+Values are those of `reference.evidence`: Jacobian rows datum by datum and output by output, by
+plain autograd. Gradients are compared along one random direction for each hyperparameter with
+central differences of that value, which need no second derivative (torch's own are wrong for
+weight_norm, and missing or wrong elsewhere). The reference has no Kronecker form of some weights
+(attention, grouped convolutions, raw matrix products); there, the gradients of "kfac" are compared
+with differences of the library's own value.
 
 `pytest -m slow` runs more seeds, NTKMARGLIK_FUZZ of them, and prints those that fail.
 """
@@ -35,13 +37,18 @@ class Counts:
     cases: int = 0
     values: int = 0
     gradients: int = 0
-    kinks: list = field(default_factory=list)  # (seed, name) of directions without a derivative that can be measured
+    # (seed, name) of directions without a derivative that can be measured
+    kinks: list = field(default_factory=list)
     refusals: list = field(default_factory=list)  # (seed, reason)
 
     def __str__(self):
         reasons = dict(Counter(reason for _, reason in self.refusals))
-        kinks, refusals = f"{len(self.kinks)} at a kink {self.kinks}", f"{len(self.refusals)} refused {reasons}"
-        return f"{self.cases} cases, {self.values} values, {self.gradients} gradients, {kinks}, {refusals}"
+        kinks, refusals = (
+            f"{len(self.kinks)} at a kink {self.kinks}",
+            f"{len(self.refusals)} refused {reasons}",
+        )
+        checked = f"{self.cases} cases, {self.values} values, {self.gradients} gradients"
+        return f"{checked}, {kinks}, {refusals}"
 
 
 COUNTS = Counts()
@@ -60,10 +67,11 @@ class InOrder(torch.autograd.Function):
 
 
 class Sound(nn.Module):
-    """The model on a copy of its input, which it may change in place, with right derivatives of its norms.
+    """The model on a copy of its input, which it may change in place, with right derivatives of its
+    norms.
 
-    torch 2.13 differentiates batch_norm (of a single datum) and instance_norm wrongly, first derivatives included, if
-    the cotangent is transposed, as it is where positions become tokens.
+    torch 2.13 differentiates batch_norm (of a single datum) and instance_norm wrongly, first
+    derivatives included, if the cotangent is transposed, as it is where positions become tokens.
     """
 
     def __init__(self, model):
@@ -81,7 +89,9 @@ class Sound(nn.Module):
 
 
 class Oracle:
-    """The evidence of a case by its definition, at the current values of the hyperparameters of `ml`."""
+    """The evidence of a case by its definition, at the current values of the hyperparameters of
+    `ml`.
+    """
 
     def __init__(self, case, ml):
         self.case, self.ml, self.model = case, ml, Sound(case.model)
@@ -94,15 +104,22 @@ class Oracle:
         """Whether the reference has Kronecker factors for all weights for which the library has."""
         _, calls = reference.record(self.model, self.case.x[:1])
         layers = [prefix for prefix, module in reference.kron_layers(self.model) if module in calls]
-        return self.kronecker <= {f"{prefix}.{role}" for prefix in layers for role in ("weight", "bias")}
+        return self.kronecker <= {
+            f"{prefix}.{role}" for prefix in layers for role in ("weight", "bias")
+        }
 
     @property
     def inputs(self):
         return self.case.x if self.ml.augment is None else self.ml.augment(self.case.x).detach()
 
     def measured(self):
-        """Outputs f [n, C...] and Jacobian J [n, C, P]; kept while augmentation and network stay as they are."""
-        moving = [*([self.ml.augment.eta] if self.ml.augment else []), *self.case.model.parameters()]
+        """Outputs f [n, C...] and Jacobian J [n, C, P]; kept while augmentation and network stay as
+        they are.
+        """
+        moving = [
+            *([self.ml.augment.eta] if self.ml.augment else []),
+            *self.case.model.parameters(),
+        ]
         versions = [p._version for p in moving]
         if self._measured[0] != versions:
             weights, f, J = list(self.ml.weights.values()), [], []
@@ -113,7 +130,9 @@ class Oracle:
         return self._measured[1]
 
     def seeds(self, likelihood, f):
-        """Columns of the root; those of a true one sum to zero, and to the square root of rounding if made by eigh."""
+        """Columns of the root; those of a true one sum to zero, and to the square root of rounding
+        if made by eigh.
+        """
         W = reference.seeds(likelihood, f, self.case.columns, self.case.root)
         if self.case.seeds_follow_outputs:
             W = W.unflatten(1, (f.shape[1], -1))
@@ -124,7 +143,10 @@ class Oracle:
         case, ml, (f, J) = self.case, self.ml, self.measured()
         sigma, tau = getattr(ml.likelihood, "sigma", 1.0), ml.likelihood.log_temperature.exp()
         likelihood = reference.Likelihood(case.likelihood, sigma, tau)
-        theta = {n: ml.prior.log_precision[ml.prior.groups[n]].expand(w.numel()) for n, w in ml.weights.items()}
+        theta = {
+            n: ml.prior.log_precision[ml.prior.groups[n]].expand(w.numel())
+            for n, w in ml.weights.items()
+        }
         W = self.seeds(likelihood, f)
         if case.structure == "kfac":
             log_det = self.kfac_log_det(J, W, theta)
@@ -137,7 +159,10 @@ class Oracle:
         scale = case.n_data / len(f)
         fit = scale * reference.log_prob(likelihood, f, case.y)
         log_det = scale * J.shape[1] / W.shape[2] * log_det
-        scatter = sum((t.exp() * (ml.weights[n] - ml.prior.mean_of(n)).flatten() ** 2).sum() for n, t in theta.items())
+        scatter = sum(
+            (t.exp() * (ml.weights[n] - ml.prior.mean_of(n)).flatten() ** 2).sum()
+            for n, t in theta.items()
+        )
         return reference.Evidence(fit - 0.5 * scatter - 0.5 * log_det, fit, scatter, log_det)
 
     def kfac_log_det(self, J, W, theta):
@@ -147,9 +172,13 @@ class Oracle:
         factors = reference.kfac(self.model, self.inputs, W, kronecker, self.case.kfac, augmented)
         V = reference.rows(J, W)
         total = 0.0
-        for name, block in zip(self.names, reference.tensor_blocks(self.model, self.names), strict=True):
+        for name, block in zip(
+            self.names, reference.tensor_blocks(self.model, self.names), strict=True
+        ):
             parts = factors.get(name) or (V[:, block].mT @ V[:, block],)
-            total = total + reference.kfac_log_det({name: parts}, theta[name.removeprefix("model.")].exp())
+            total = total + reference.kfac_log_det(
+                {name: parts}, theta[name.removeprefix("model.")].exp()
+            )
         return total
 
 
@@ -168,12 +197,23 @@ def evaluated(case, ml):
     assert torch.equal(x, case.x), "the data were changed"
     assert all(w.grad is None for w in ml.weights.values()), "a weight has received a gradient"
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
-    return evidence, dict(zip(hyperparameter_names(ml), zip(parameters, gradients, strict=True), strict=True))
+    return evidence, dict(
+        zip(hyperparameter_names(ml), zip(parameters, gradients, strict=True), strict=True)
+    )
 
 
 def hyperparameter_names(ml):
-    modules = {"prior": ml.prior, "likelihood": ml.likelihood, "augment": ml.augment or nn.Module(), "": ml.model}
-    names = {id(p): f"{k}.{name}".lstrip(".") for k, m in modules.items() for name, p in m.named_parameters()}
+    modules = {
+        "prior": ml.prior,
+        "likelihood": ml.likelihood,
+        "augment": ml.augment or nn.Module(),
+        "": ml.model,
+    }
+    names = {
+        id(p): f"{k}.{name}".lstrip(".")
+        for k, m in modules.items()
+        for name, p in m.named_parameters()
+    }
     return [names[id(p)] for p in ml.hyperparameters()]
 
 
@@ -205,7 +245,11 @@ def gradient_mismatches(case, gradients, value):
     for name, (parameter, gradient) in gradients.items():
         direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         for module in case.model.modules():
-            if isinstance(module, nn.Embedding) and module.weight is parameter and module.padding_idx is not None:
+            if (
+                isinstance(module, nn.Embedding)
+                and module.weight is parameter
+                and module.padding_idx is not None
+            ):
                 direction[module.padding_idx] = 0  # which autograd holds constant
         ours = float((gradient * direction).sum())
         COUNTS.gradients += 1
@@ -243,7 +287,11 @@ def check(seed):
         mismatches = list(value_mismatches(case, evidence, oracle.evidence()))
         mismatches += gradient_mismatches(case, gradients, lambda: oracle.evidence().total)
     else:
-        mismatches = list(gradient_mismatches(case, gradients, lambda: ml(case.x.clone(), case.y, case.columns).total))
+        mismatches = list(
+            gradient_mismatches(
+                case, gradients, lambda: ml(case.x.clone(), case.y, case.columns).total
+            )
+        )
     assert not mismatches, "\n".join([*mismatches, str(case)])
 
 
@@ -260,13 +308,18 @@ def test_few_are_left_out():
 
 def test_seeds_cover_everything():
     cases = [draw(seed) for seed in SEEDS]
-    assert {name for case in cases for name in case.pieces} == {*PIECES, *ACTIVATIONS, *(f"head {h}" for h in HEADS)}
+    assert {name for case in cases for name in case.pieces} == {
+        *PIECES,
+        *ACTIVATIONS,
+        *(f"head {h}" for h in HEADS),
+    }
     choices = {"structure": STRUCTURES, "root": ROOTS, "likelihood": LIKELIHOODS, "prior": PRIORS}
     choices |= {"chunk": (None, 1, 2, 3), "copies": (None, 1, 2, 3), "saturated": (False, True)}
     choices |= {"kfac": ("expand", "reduce"), "blocks": ("module", "tensor")}
     for name, expected in choices.items():
         assert {getattr(case, name) for case in cases} == set(expected), name
-    # rows whose seeds depend on the outputs, of weights that no rule covers, differentiated in the forward pass
+    # rows whose seeds depend on the outputs, of weights that no rule covers, differentiated in the
+    # forward pass
     hard = [case for case in cases if case.seeds_follow_outputs and has_persample_weight(case)]
     ways = {(case.copies is not None, bool(case.hyper)) for case in hard}
     assert ways >= {(True, False), (False, True), (True, True)}

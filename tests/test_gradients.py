@@ -1,7 +1,9 @@
-"""Gradients in every hyperparameter, for every structure, against finite differences of our own value in float64.
+"""Gradients in every hyperparameter, for every structure, against finite differences of our own
+value in float64.
 
-The values are checked against the naive reference in test_conformance; with exact values, finite differences of them
-are the independent truth for gradients, also through layers where torch.func's second derivatives are wrong.
+The values are checked against the naive reference in test_conformance; with exact values, finite
+differences of them are the independent truth for gradients, also through layers where torch.func's
+second derivatives are wrong.
 """
 
 import pytest
@@ -45,7 +47,9 @@ def make(case, structure, *, prior="layerwise", likelihood=None, augment=None, h
 
 
 def check(ml, x, y, columns=None, rtol=2e-5):
-    """Autograd against central differences, for every hyperparameter; the weights must get nothing."""
+    """Autograd against central differences, for every hyperparameter; the weights must get
+    nothing.
+    """
 
     def total():
         ml.generator.manual_seed(0)
@@ -116,10 +120,17 @@ def test_observation_noise_and_temperature(structure):
 @pytest.mark.parametrize("likelihood", [Bernoulli, Poisson, HeteroscedasticGaussian])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_likelihood(structure, likelihood):
-    name = {Bernoulli: "mlp-bernoulli", Poisson: "mlp-poisson", HeteroscedasticGaussian: "mlp-heteroscedastic"}[
-        likelihood
-    ]
-    ml, x, y = make(by_name[name], structure, likelihood=likelihood(1.2, learn_temperature=True), augment=shift())
+    name = {
+        Bernoulli: "mlp-bernoulli",
+        Poisson: "mlp-poisson",
+        HeteroscedasticGaussian: "mlp-heteroscedastic",
+    }[likelihood]
+    ml, x, y = make(
+        by_name[name],
+        structure,
+        likelihood=likelihood(1.2, learn_temperature=True),
+        augment=shift(),
+    )
     check(ml, x, y, torch.tensor([1]))
 
 
@@ -129,7 +140,9 @@ class StudentT(FromLogProb):
     def __init__(self):
         super().__init__(
             lambda f, y: (
-                -(4 + 1) / 2 * torch.log1p((f - y).square() * torch.exp(-2 * self.log_width) / 4).sum(1)
+                -(4 + 1)
+                / 2
+                * torch.log1p((f - y).square() * torch.exp(-2 * self.log_width) / 4).sum(1)
                 - f.shape[1] * self.log_width
             )
         )
@@ -163,7 +176,8 @@ def test_full_batch_equals_one_shot_with_gradients(structure, outputs):
         return [evidence.total.detach(), *torch.autograd.grad(evidence.total, ml.hyperparameters())]
 
     streamed = evaluated(ml.full_batch([(x[:2], y[:2]), (x[2:], y[2:])]))
-    columns = [None] if outputs is None else [torch.tensor([c]) for c in range(3)]  # which one it drew is not said
+    # which one it drew is not said
+    columns = [None] if outputs is None else [torch.tensor([c]) for c in range(3)]
     candidates = [evaluated(ml(x, y, c)) for c in columns]
     one_shot = min(candidates, key=lambda c: abs(c[0] - streamed[0]).item())
     for ours, theirs in zip(streamed, one_shot, strict=True):

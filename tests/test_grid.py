@@ -1,4 +1,6 @@
-"""Bounds on a grid: what is averaged, what is guaranteed, what a kill leaves behind, and what is refused."""
+"""Bounds on a grid: what is averaged, what is guaranteed, what a kill leaves behind, and what is
+refused.
+"""
 
 import copy
 import math
@@ -25,25 +27,40 @@ from ntkmarglik.programs.grid.table import BOUNDS, NETWORK, read
 
 ROOT = Path(__file__).parent.parent
 TINY = shlex.split(
-    "--dataset digits --n-data 40 --model mlp --width 8 --epochs 2 --batch-size 20 --burnin 1 --frequency 1 "
-    "--prior-steps 1 --aug-steps 1 --train-subset 10 --train-outputs 1 --aug-samples 2 --points 4 --subsets 10 20 0"
+    "--dataset digits --n-data 40 --model mlp --width 8 --epochs 2 --batch-size 20 --burnin 1 "
+    "--frequency 1 "
+    "--prior-steps 1 --aug-steps 1 --train-subset 10 --train-outputs 1 --aug-samples 2 --points 4 "
+    "--subsets 10 20 0"
 )
-FEW = [*TINY, *shlex.split("--points 2 --structures ntk diag --subsets 20 0 --roots fisher --partitions random")]
+FEW = [
+    *TINY,
+    *shlex.split(
+        "--points 2 --structures ntk diag --subsets 20 0 --roots fisher --partitions random"
+    ),
+]
 OTHER = ("kfac", "diag", "blockdiag")
 KINDS = ("prior", "rotation")
 NAMES = ["structure", "subset", "outputs", "columns", "partition", "root"]
 
 
 KERNELS = [
-    Bound("full", 40, "all"), Bound("ntk", 20, "all", partition="class"),
-    Bound("ntk", 20, "single", "iid", "random", "paper"), Bound("ntk", 20, "single", "shared", "class", "fisher"),
-    Bound("ntk", 20, "single", "iid", "random", "symmetric"), Bound("ntk", 40, "single", root="eigen"),
-]  # fmt: skip
+    Bound("full", 40, "all"),
+    Bound("ntk", 20, "all", partition="class"),
+    Bound("ntk", 20, "single", "iid", "random", "paper"),
+    Bound("ntk", 20, "single", "shared", "class", "fisher"),
+    Bound("ntk", 20, "single", "iid", "random", "symmetric"),
+    Bound("ntk", 40, "single", root="eigen"),
+]
 OTHERS = [
-    Bound("full", 20, "all"), Bound("ntk", 20, "single", "iid", "class", "paper"), Bound("blockdiag", 20, "all"),
-    Bound("blockdiag", 40, "single", root="fisher"), Bound("kfac", 20, "single", root="paper"),
-    Bound("kfac", 40, "all"), Bound("diag", 20, "single", root="eigen"), Bound("diag", 20, "all", partition="class"),
-]  # fmt: skip
+    Bound("full", 20, "all"),
+    Bound("ntk", 20, "single", "iid", "class", "paper"),
+    Bound("blockdiag", 20, "all"),
+    Bound("blockdiag", 40, "single", root="fisher"),
+    Bound("kfac", 20, "single", root="paper"),
+    Bound("kfac", 40, "all"),
+    Bound("diag", 20, "single", root="eigen"),
+    Bound("diag", 20, "all", partition="class"),
+]
 
 
 def tiny(hyperparameter, *more):
@@ -77,9 +94,16 @@ def test_a_value_is_the_mean_of_the_marginal_likelihoods_of_all_blocks(hyperpara
     augment, prior = copy.deepcopy(ours.augment), GaussianPrior(ours.model, "scalar")
     for bound in KERNELS if share else OTHERS:
         ml = MarginalLikelihood(
-            ours.model, "classification", n_data=40, prior=prior, structure=bound.structure, outputs=bound.n_columns,
-            columns=bound.columns, root=bound.ml_root, augment=augment,
-        )  # fmt: skip
+            ours.model,
+            "classification",
+            n_data=40,
+            prior=prior,
+            structure=bound.structure,
+            outputs=bound.n_columns,
+            columns=bound.columns,
+            root=bound.ml_root,
+            augment=augment,
+        )
         values = values_of(config.grid)[1:]
         for value, ours_there in zip(values, evaluator(bound, values), strict=True):
             with torch.no_grad():
@@ -93,11 +117,15 @@ def test_a_value_is_the_mean_of_the_marginal_likelihoods_of_all_blocks(hyperpara
             for block in blocks:
                 if augment is not None:
                     augment.index = block.index
-                found.append(ml(data.x_train[block.index], data.y_train[block.index], block=block).detach())
+                found.append(
+                    ml(data.x_train[block.index], data.y_train[block.index], block=block).detach()
+                )
             want = Evidence.mean(found)
             assert ours_there.status == want.status, bound
             for part in ("total", "log_likelihood", "scatter", "log_det_ratio"):
-                torch.testing.assert_close(getattr(ours_there, part), getattr(want, part), rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(
+                    getattr(ours_there, part), getattr(want, part), rtol=1e-6, atol=1e-6
+                )
             if want.standard_error is not None:
                 assert ours_there.standard_error == pytest.approx(want.standard_error, rel=1e-5)
 
@@ -108,7 +136,18 @@ def grid_csv(request, tmp_path_factory):
     base = [request.param, "--out", str(folder), "--points", "3"]
     run(tiny(*base, "--structures", "ntk", "--columns", "shared", "iid"))
     return run(
-        tiny(*base, "--structures", *OTHER, "--roots", "fisher", "--subsets", "20", "0", "--partitions", "class")
+        tiny(
+            *base,
+            "--structures",
+            *OTHER,
+            "--roots",
+            "fisher",
+            "--subsets",
+            "20",
+            "0",
+            "--partitions",
+            "class",
+        )
     )
 
 
@@ -126,7 +165,9 @@ def test_bounds_lie_below_the_exact_value_everywhere(grid_csv):
             else:
                 assert name[0] == "kfac" or name[-1] == "paper" or row["status"] == "exact"
             # all blocks together hold every datum once, whatever they are
-            assert float(row["log_likelihood"]) == pytest.approx(float(exact[value]["log_likelihood"]))
+            assert float(row["log_likelihood"]) == pytest.approx(
+                float(exact[value]["log_likelihood"])
+            )
     assert compared > 80
 
 
@@ -160,7 +201,9 @@ def test_more_values_need_no_more_passes():
         ours = reference(config)
         count = []
         handle = ours.model.register_forward_hook(lambda *_, count=count: count.append(1))
-        for bound in bounds_of(Grid(structures=("ntk", "kfac"), subsets=(20,), roots=("eigen",)), 40):
+        for bound in bounds_of(
+            Grid(structures=("ntk", "kfac"), subsets=(20,), roots=("eigen",)), 40
+        ):
             Evaluator(ours, config, share=False)(bound, values_of(config.grid))
         handle.remove()
         calls.append(len(count))
@@ -189,10 +232,16 @@ def test_a_killed_grid_goes_on_to_the_same_file(hyperparameter, tmp_path):
     arguments = [*FEW, "--hyperparameter", hyperparameter]
     whole = run(parse([*arguments, "--out", str(tmp_path / "whole")]))
     command = [sys.executable, "-c", DYING, "2", *arguments, "--out", str(tmp_path / "killed")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     before = (tmp_path / "killed/grid.csv").read_text()
     killed = run(parse([*arguments, "--out", str(tmp_path / "killed")]))
     assert killed.read_text() == whole.read_text() != before
-    assert run(parse([*arguments, "--out", str(tmp_path / "killed")])).read_text() == whole.read_text()
+    assert (
+        run(parse([*arguments, "--out", str(tmp_path / "killed")])).read_text() == whole.read_text()
+    )

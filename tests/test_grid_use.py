@@ -1,4 +1,6 @@
-"""The grid's program as its users meet it: second commands, checkpoints, estimates, refusals, figures."""
+"""The grid's program as its users meet it: second commands, checkpoints, estimates, refusals,
+figures.
+"""
 
 import csv
 import re
@@ -35,7 +37,9 @@ def test_the_network_of_a_checkpoint_gives_the_same_rows(tmp_path, capsys):
     given = ["--checkpoint", str(tmp_path / "a/reference")]
     assert main([*FEW, "--out", str(tmp_path / "b"), *given]) == 0
     (network, *_), rows = read(tmp_path / "a/grid.csv")
-    assert read(tmp_path / "b/grid.csv")[1] == rows and read(tmp_path / "b/grid.csv")[0][0] == network
+    assert (
+        read(tmp_path / "b/grid.csv")[1] == rows and read(tmp_path / "b/grid.csv")[0][0] == network
+    )
     assert main([*FEW, *given, "--n-data", "30"]) == 2
     assert "--n-data 40" in capsys.readouterr().err
     assert main([*FEW, "--checkpoint", str(tmp_path)]) == 2
@@ -43,12 +47,28 @@ def test_the_network_of_a_checkpoint_gives_the_same_rows(tmp_path, capsys):
 
 
 def test_some_blocks_only(tmp_path):
-    path = run(tiny("prior", "--blocks", "3", "--out", str(tmp_path), "--structures", "ntk", "--roots", "eigen"))
+    path = run(
+        tiny(
+            "prior",
+            "--blocks",
+            "3",
+            "--out",
+            str(tmp_path),
+            "--structures",
+            "ntk",
+            "--roots",
+            "eigen",
+        )
+    )
     used = {(row["subset"], row["outputs"]): int(row["blocks_used"]) for row in read(path)[1]}
     assert used == {
-        ("40", "all"): 1, ("10", "all"): 3, ("20", "all"): 2, ("10", "single"): 3, ("20", "single"): 3,
+        ("40", "all"): 1,
+        ("10", "all"): 3,
+        ("20", "all"): 2,
+        ("10", "single"): 3,
+        ("20", "single"): 3,
         ("40", "single"): 3,
-    }  # fmt: skip
+    }
 
 
 def test_a_dry_run_estimates_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -88,7 +108,16 @@ def test_mistakes_are_explained(flags, words, tmp_path, capsys):
 
 
 def test_an_exact_value_that_does_not_fit_is_left_out(tmp_path, capsys):
-    flags = ["--structures", "diag", "--outputs", "all", "--subsets", "10", "--memory-budget", "3e-3"]
+    flags = [
+        "--structures",
+        "diag",
+        "--outputs",
+        "all",
+        "--subsets",
+        "10",
+        "--memory-budget",
+        "3e-3",
+    ]
     arguments = [*TINY, *flags, "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert "exact value is left out" in capsys.readouterr().err
@@ -96,7 +125,9 @@ def test_an_exact_value_that_does_not_fit_is_left_out(tmp_path, capsys):
 
 
 def test_settings_survive_the_command_line_and_files(tmp_path):
-    config = GridConfig().updated(structures=("kfac",), subsets=(10, 0), exact=False, out=tmp_path, lr=0.5)
+    config = GridConfig().updated(
+        structures=("kfac",), subsets=(10, 0), exact=False, out=tmp_path, lr=0.5
+    )
     assert parse(config.arguments()) == config
     (tmp_path / "grid.yaml").write_text("structures: [kfac, diag]\nsubsets: [10]\npoints: 7\n")
     grid = parse(["--config", str(tmp_path / "grid.yaml"), "--points", "8"]).grid
@@ -144,8 +175,12 @@ def test_curves_are_ordered_by_the_size_of_blocks_whatever_the_file(monkeypatch,
     (tmp_path / name).write_text("\n".join([*head, *reversed(text[len(head) :])]))
     seen: list[list[str]] = []
     panel = bound_slack._panel
-    monkeypatch.setattr(bound_slack, "_panel", lambda *given: seen.append(found := panel(*given)) or found)
+    monkeypatch.setattr(
+        bound_slack, "_panel", lambda *given: seen.append(found := panel(*given)) or found
+    )
     for folder in (ROOT / "illustrations" / "data", tmp_path):
         bound_slack.FIGURES["bounds_ntk"](folder, tmp_path / "figure.png")
     colours = {label: colour for _, label, colour in seen[0]}
-    assert colours == {label: colour for _, label, colour in seen[-1]} and len(set(colours.values())) == len(colours)
+    assert colours == {label: colour for _, label, colour in seen[-1]} and len(
+        set(colours.values())
+    ) == len(colours)

@@ -1,4 +1,6 @@
-"""The user's model is left as it was, mistakes are named, and nothing depends on what was evaluated before."""
+"""The user's model is left as it was, mistakes are named, and nothing depends on what was evaluated
+before.
+"""
 
 import copy
 
@@ -39,7 +41,7 @@ def marglik(model, likelihood="classification", n_data=6, **options):
     return MarginalLikelihood(model, likelihood, n_data=n_data, prior=prior, **options)
 
 
-# ---------------------------------------------------------------------------------------------------- left as it was
+# ----------------------------------------------------------------------------------- left as it was
 
 
 class Boom(Exception):
@@ -84,10 +86,18 @@ class Jitter(nn.Module):
         self.size, self.fails = nn.Parameter(torch.tensor(0.3).double()), Fails()
 
     def forward(self, x):
-        return self.fails(x.unsqueeze(1) + self.size * torch.randn(len(x), 2, *x.shape[1:], dtype=x.dtype))
+        return self.fails(
+            x.unsqueeze(1) + self.size * torch.randn(len(x), 2, *x.shape[1:], dtype=x.dtype)
+        )
 
 
-HOOKS = ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"]
+HOOKS = [
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+]
 
 
 def state(model):
@@ -99,7 +109,11 @@ def state(model):
         [(id(t), t.requires_grad, t.tolist(), t._backward_hooks) for t in tensors],
         [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()],
         torch.get_rng_state().tolist(),
-        (torch._C._len_torch_function_stack(), torch.is_grad_enabled(), torch.backends.cuda.flash_sdp_enabled()),
+        (
+            torch._C._len_torch_function_stack(),
+            torch.is_grad_enabled(),
+            torch.backends.cuda.flash_sdp_enabled(),
+        ),
     )
 
 
@@ -176,10 +190,13 @@ def test_frozen_parameters_are_constants():
     assert not any("frozen" in name for name in [*ml.weights, *ml.prior.groups])
     assert "frozen" not in ml.describe(IMAGES)
     scatter = ml(IMAGES, Y).scatter
-    close(scatter, sum(w.detach().square().sum() for n, w in ml.model.named_parameters() if "frozen" not in n))
+    close(
+        scatter,
+        sum(w.detach().square().sum() for n, w in ml.model.named_parameters() if "frozen" not in n),
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
 
 
 @every_structure
@@ -192,7 +209,8 @@ def test_a_bad_input_is_named(structure, value, datum):
         ml(bad, Y)
     with pytest.raises(CurvatureError, match=f"input {datum}.*NaN or infinity"):
         ml.full_batch([(bad[:3], Y[:3]), (bad[3:], Y[3:])])
-    close(ml(X, Y).total, marglik(mlp(), structure=structure)(X, Y).total)  # and nothing is remembered
+    # and nothing is remembered
+    close(ml(X, Y).total, marglik(mlp(), structure=structure)(X, Y).total)
 
 
 @every_structure
@@ -226,35 +244,58 @@ def test_a_bad_precision_is_not_silent(structure):
 MISTAKES = {
     "empty block": (lambda: marglik(mlp())(X[:0], Y[:0]), "at least one datum.*0"),
     "lengths": (lambda: marglik(mlp())(X[:5], Y), r"as many inputs as targets.*\[5\].*6"),
-    "lengths in loader": (lambda: marglik(mlp()).full_batch([(X, Y[:5])]), "as many inputs as targets"),
+    "lengths in loader": (
+        lambda: marglik(mlp()).full_batch([(X, Y[:5])]),
+        "as many inputs as targets",
+    ),
     "too many data": (lambda: marglik(mlp(), n_data=5)(X, Y), "6 data points.*n_data=5.*whole"),
     "too many outputs": (lambda: marglik(mlp(), outputs=4)(X, Y), "outputs=4.*only 3"),
     "no outputs": (lambda: marglik(mlp(), outputs=0), "outputs.*at least 1"),
     "column range": (lambda: marglik(mlp())(X, Y, torch.tensor([3])), "columns.*0..2.*3"),
     "column twice": (lambda: marglik(mlp())(X, Y, torch.tensor([1, 1])), "distinct"),
-    "column rows": (lambda: marglik(mlp())(X, Y, torch.zeros(5, 1).long()), r"columns.*\[6, K\].*\(5, 1\)"),
+    "column rows": (
+        lambda: marglik(mlp())(X, Y, torch.zeros(5, 1).long()),
+        r"columns.*\[6, K\].*\(5, 1\)",
+    ),
     "column kind": (lambda: marglik(mlp())(X, Y, torch.tensor([0.5])), "columns must be integers"),
     "structure": (lambda: marglik(mlp(), structure="kron"), "structure.*ntk.*kfac.*'kron'"),
     "root": (lambda: marglik(mlp(), root="eig"), "root.*eigen.*'eig'"),
     "columns": (lambda: marglik(mlp(), columns="own"), "columns.*shared.*iid"),
     "kfac": (lambda: marglik(mlp(), kfac="both"), "kfac.*expand.*reduce"),
     "blocks": (lambda: marglik(mlp(), blocks="layer"), "blocks.*module.*tensor"),
-    "likelihood": (lambda: marglik(mlp(), "multiclass"), "likelihood.*classification.*'multiclass'"),
+    "likelihood": (
+        lambda: marglik(mlp(), "multiclass"),
+        "likelihood.*classification.*'multiclass'",
+    ),
     "prior": (lambda: marglik(mlp(), prior="layers"), "scalar.*layerwise.*'layers'"),
     "hyper": (lambda: marglik(mlp(), hyper=["head.*"]), "'head.*' fits no parameter"),
     "other prior": (
-        lambda: MarginalLikelihood(mlp(), "classification", n_data=6, prior=GaussianPrior(nn.Linear(4, 3))),
+        lambda: MarginalLikelihood(
+            mlp(), "classification", n_data=6, prior=GaussianPrior(nn.Linear(4, 3))
+        ),
         "no group for '0.weight'",
     ),
     "labels": (lambda: marglik(mlp())(X, Y + 1), "0..2.*1..3"),
     "float labels": (lambda: marglik(mlp())(X, Y.double()), "integer class indices"),
     "targets": (lambda: marglik(mlp(), "regression")(X, X), r"targets \(6, 4\).*outputs \(6, 3\)"),
-    "augmentation": (lambda: marglik(mlp(), augment=nn.Identity())(X, Y), r"copies \[n, A, ...\].*, 4\).*unsqueeze"),
+    "augmentation": (
+        lambda: marglik(mlp(), augment=nn.Identity())(X, Y),
+        r"copies \[n, A, ...\].*, 4\).*unsqueeze",
+    ),
     "inputs": (lambda: marglik(mlp())([X], Y), "tensor or a mapping.*list"),
     "empty loader": (lambda: marglik(mlp()).full_batch([]), "loader is empty"),
-    "one-shot loader": (lambda: marglik(mlp()).full_batch(iter([(X[:3], Y[:3]), (X[3:], Y[3:])])), "loader"),
-    "short loader": (lambda: marglik(mlp()).full_batch([(X[:4], Y[:4])]), "4 data points.*n_data=6"),
-    "long loader": (lambda: marglik(mlp()).full_batch([(X, Y), (X, Y)]), "12 data points.*n_data=6"),
+    "one-shot loader": (
+        lambda: marglik(mlp()).full_batch(iter([(X[:3], Y[:3]), (X[3:], Y[3:])])),
+        "loader",
+    ),
+    "short loader": (
+        lambda: marglik(mlp()).full_batch([(X[:4], Y[:4])]),
+        "4 data points.*n_data=6",
+    ),
+    "long loader": (
+        lambda: marglik(mlp()).full_batch([(X, Y), (X, Y)]),
+        "12 data points.*n_data=6",
+    ),
 }
 
 
@@ -271,12 +312,17 @@ def test_a_loader_that_changes_between_the_passes_is_refused(change):
     swapped = [(X[3:], Y[:3]), (X[:3], torch.tensor([2, 1, 0]))]  # the same targets by chance
     loader, ml = list(first), marglik(mlp(), augment=Jitter())
     total = ml.full_batch(loader).total
-    loader[:] = {"order": first[::-1], "inputs": swapped, "fewer": first[:1], "more": [*first, first[0]]}[change]
+    loader[:] = {
+        "order": first[::-1],
+        "inputs": swapped,
+        "fewer": first[:1],
+        "more": [*first, first[0]],
+    }[change]
     with pytest.raises(CurvatureError, match="same"):
         total.backward()
 
 
-# ---------------------------------------------------------------------------------- plans follow the data and weights
+# ---------------------------------------------------------------- plans follow the data and weights
 
 
 class Branches(nn.Module):
@@ -304,7 +350,12 @@ class Attention(nn.Module):
         (Branches, X.abs(), -X.abs()),
         (Attention, randn(6, 1, 4), randn(6, 3, 4)),  # sequences of another length
         (Attention, randn(6, 5, 4), randn(6, 2, 4)),
-        (Attention, torch.ones(6, 3, 4).double(), randn(6, 3, 4)),  # data points that cannot be told apart
+        # data points that cannot be told apart
+        (
+            Attention,
+            torch.ones(6, 3, 4).double(),
+            randn(6, 3, 4),
+        ),
         (Attention, torch.zeros(6, 1, 4).double(), randn(6, 1, 4)),
     ],
     ids=["another path", "longer", "shorter", "constant", "zero"],

@@ -33,7 +33,9 @@ def marglik(model, likelihood, n, structure="kfac", *, prior="layerwise", **opti
     prior = GaussianPrior(model, prior)
     with torch.no_grad():
         prior.log_precision.copy_(0.5 * randn(len(prior.log_precision), seed=9))
-    return MarginalLikelihood(model, likelihood, n_data=n, prior=prior, structure=structure, blocks="tensor", **options)
+    return MarginalLikelihood(
+        model, likelihood, n_data=n, prior=prior, structure=structure, blocks="tensor", **options
+    )
 
 
 def assert_equals_exact_blocks(model, likelihood, x, y, setting):
@@ -45,12 +47,14 @@ def assert_equals_exact_blocks(model, likelihood, x, y, setting):
     torch.testing.assert_close(*values, rtol=1e-10, atol=1e-10)
 
 
-# ------------------------------------------------------------------------------------------------ exact regimes
+# ------------------------------------------------------------------------------------ exact regimes
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
-    "model", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(2, 3))], ids=["one", "deep"]
+    "model",
+    [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2), nn.Linear(2, 3))],
+    ids=["one", "deep"],
 )
 def test_exact_for_linear_networks_with_gaussian_noise(model, setting):
     assert_equals_exact_blocks(seeded(model), Gaussian(0.6), randn(6, 4), randn(6, 3), setting)
@@ -68,9 +72,14 @@ def test_expand_is_exact_when_every_position_has_its_own_loss():
 
 
 def test_reduce_is_exact_when_positions_are_averaged_before_the_loss():
-    model = seeded(nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)))
+    model = seeded(
+        nn.Sequential(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    )
     assert_equals_exact_blocks(model, Gaussian(0.6), randn(5, 2, 4, 4), randn(5, 2), "reduce")
-    values = [marglik(model, Gaussian(), 5, kfac=s)(randn(5, 2, 4, 4), randn(5, 2)).total.item() for s in SETTINGS]
+    values = [
+        marglik(model, Gaussian(), 5, kfac=s)(randn(5, 2, 4, 4), randn(5, 2)).total.item()
+        for s in SETTINGS
+    ]
     assert abs(values[0] - values[1]) > 1e-2  # and expand is not
 
 
@@ -81,10 +90,12 @@ def test_expand_equals_reduce_without_weight_sharing():
     torch.testing.assert_close(*values, rtol=1e-12, atol=0)
 
 
-# ------------------------------------------------------------------------------------- against naive recomputation
+# ---------------------------------------------------------------------- against naive recomputation
 
 
-@pytest.mark.parametrize("name", ["mlp", "mininet", "segmentation", "repeated", "recurrent", "batchnorm", "dict_input"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "mininet", "segmentation", "repeated", "recurrent", "batchnorm", "dict_input"]
+)
 @pytest.mark.parametrize("columns", [[1], None])
 def test_reduce_against_the_reference(name, columns):
     case = by_name[name]
@@ -118,7 +129,8 @@ def test_weights_called_several_times(setting):
 def assert_reference_value(ml, model, x, y, setting, dense=()):
     """The evidence of `ml` (whose weights may have other names) is the reference's for `model`."""
     deltas = [
-        ml.prior.log_precision.detach()[ml.prior.groups[n]].exp().expand(w.numel()) for n, w in ml.weights.items()
+        ml.prior.log_precision.detach()[ml.prior.groups[n]].exp().expand(w.numel())
+        for n, w in ml.weights.items()
     ]
     likelihood = reference.Likelihood("categorical")
     want = reference.evidence(
@@ -150,7 +162,8 @@ class ExplicitAttention(nn.Module):
                 own.copy_(theirs)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))  # [n, heads, T, 3]
+        # [n, heads, T, 3]
+        q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         h = (q @ k.mT / 3**0.5).softmax(-1) @ v
         return self.head(torch.tanh(self.out(h.transpose(1, 2).flatten(2))).mean(1))
 
@@ -163,18 +176,24 @@ def test_attention_projections_are_factorised_like_linear_layers(batch_first, se
     torch.testing.assert_close(explicit(x), model(x))
     ml = marglik(model, "classification", 5, kfac=setting)
     table = {line.split()[0]: line for line in ml.describe(x).splitlines()}
-    assert all("kronecker" in table[f"attention.{name}"] for name in ("in_proj_weight", "out_proj.weight"))
+    assert all(
+        "kronecker" in table[f"attention.{name}"] for name in ("in_proj_weight", "out_proj.weight")
+    )
     assert_reference_value(ml, explicit, x, y, setting)
 
 
 def grouped_kfac(model, x, delta, setting):
-    """log-det of conv (2 groups), tanh, mean, linear with Gaussian likelihood: every group has its own A (x) B."""
+    """log-det of conv (2 groups), tanh, mean, linear with Gaussian likelihood: every group has its
+    own A (x) B.
+    """
     conv, head = model[0], model[-1]
     patches = F.unfold(x, conv.kernel_size, padding=1).mT  # [n, T, channels * 9], channels slowest
     z = conv(x)
     h = torch.tanh(z).mean((2, 3))
     f = head(h)
-    g = torch.stack([torch.autograd.grad(f[:, c].sum(), z, retain_graph=True)[0] for c in range(f.shape[1])], 1)
+    g = torch.stack(
+        [torch.autograd.grad(f[:, c].sum(), z, retain_graph=True)[0] for c in range(f.shape[1])], 1
+    )
     g = g.flatten(3).mT  # [n, C, T, channels]
     if setting == "reduce":
         patches, g = patches.mean(1, keepdim=True), g.sum(2, keepdim=True)
@@ -193,7 +212,9 @@ def grouped_kfac(model, x, delta, setting):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_groups_of_a_convolution_are_separate_blocks(setting):
     conv = nn.Conv2d(4, 6, 3, padding=1, groups=2)
-    model = seeded(nn.Sequential(conv, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2)))
+    model = seeded(
+        nn.Sequential(conv, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 2))
+    )
     x = randn(5, 4, 3, 3)
     ml = marglik(model, Gaussian(), 5, kfac=setting)
     want = grouped_kfac(model, x, ml.prior.precision.detach(), setting)
@@ -206,12 +227,14 @@ def test_equal_copies_count_as_one(case, setting):
     augment = Shift(3)
     with torch.no_grad():
         augment.eta.zero_()
-    (plain, x, y), (copied, _, _) = (setup(case, "kfac", kfac=setting, augment=a) for a in (None, augment))
+    (plain, x, y), (copied, _, _) = (
+        setup(case, "kfac", kfac=setting, augment=a) for a in (None, augment)
+    )
     for columns in (torch.tensor([1]), None):
         close(copied(x, y, columns).log_det_ratio, plain(x, y, columns).log_det_ratio)
 
 
-# ---------------------------------------------------------------------------------- parameters without Kronecker form
+# ---------------------------------------------------------------- parameters without Kronecker form
 
 
 @pytest.mark.parametrize("name", ["fixup", "batchnorm", "raw", "positions", "tied_embedding"])
@@ -224,10 +247,17 @@ def test_other_parameters_get_their_exact_or_diagonal_block(name, exact, monkeyp
     table = {line.split()[0]: line for line in ml.describe(x).splitlines()[1:-1]}
     others = [weight for weight, line in table.items() if "kronecker" not in line]
     assert others
-    assert all(any(word in table[o] for word in (["dense", "kernel"] if exact else ["diagonal"])) for o in others)
+    assert all(
+        any(word in table[o] for word in (["dense", "kernel"] if exact else ["diagonal"]))
+        for o in others
+    )
     got = ml(x, y).log_det_ratio / ml(x, y).n_blocks
     factors = reference.kfac(
-        ml.model, x, reference.seeds(reference.Likelihood("categorical"), ml.model(x)), list(ml.weights), dense=others
+        ml.model,
+        x,
+        reference.seeds(reference.Likelihood("categorical"), ml.model(x)),
+        list(ml.weights),
+        dense=others,
     )
     if not exact:
         factors |= {o: (torch.diag(factors[o][0].diagonal()),) for o in others}
@@ -235,7 +265,7 @@ def test_other_parameters_get_their_exact_or_diagonal_block(name, exact, monkeyp
     close(got, reference.kfac_log_det(factors, torch.cat(deltas)))
 
 
-# ------------------------------------------------------------------------------------------- diagonal prior and noise
+# ------------------------------------------------------------------------- diagonal prior and noise
 
 
 class RightProduct(nn.Module):
@@ -260,7 +290,9 @@ LAYERS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_diagonal_prior_is_exact_for_row_and_column_effects(layer, setting):
-    """One precision per element, whose log is (effect of the output) + (effect of the input), as a dense product."""
+    """One precision per element, whose log is (effect of the output) + (effect of the input), as a
+    dense product.
+    """
     build, shape = LAYERS[layer]
     model, x = seeded(build()), randn(*shape)
     y = randn(*model(x).shape)
@@ -270,18 +302,23 @@ def test_diagonal_prior_is_exact_for_row_and_column_effects(layer, setting):
         rows, columns = randn(len(w), 1, seed=3), randn(1, w[0].numel(), seed=4) * (w.dim() > 1)
         with torch.no_grad():
             ml.prior.log_precision[ml.prior.groups[name]] = (rows + columns).flatten()
-        want += reference.primal(factored(model, name, x, setting), (rows + columns).exp().flatten())
+        want += reference.primal(
+            factored(model, name, x, setting), (rows + columns).exp().flatten()
+        )
     torch.testing.assert_close(ml(x, y).log_det_ratio.detach(), want)
 
 
 def factored(model, name, x, setting):
-    """The KFAC block [P, P] of a layer's weight in its own memory order, for f = layer(x) with unit noise."""
+    """The KFAC block [P, P] of a layer's weight in its own memory order, for f = layer(x) with unit
+    noise.
+    """
     weight = dict(model.named_parameters())[name]
     if weight.dim() <= 2:
         n, o = len(x), model(x).shape[1] if weight.dim() == 2 else len(weight)
         t = model(x)[0].numel() // o
         if weight.dim() == 1:
-            return n * t * torch.eye(o).double()  # one unit cotangent per position, at expand and reduce alike
+            # one unit cotangent per position, at expand and reduce alike
+            return n * t * torch.eye(o).double()
         A, B = x.mT @ x / n, n * torch.eye(o).double()
         return torch.kron(A, B) if isinstance(model, RightProduct) else torch.kron(B, A)
     conv = model[0]

@@ -1,4 +1,6 @@
-"""The launcher on this machine: finished lines skipped, failures tried again, and nothing lost when it dies."""
+"""The launcher on this machine: finished lines skipped, failures tried again, and nothing lost when
+it dies.
+"""
 
 import contextlib
 import json
@@ -87,13 +89,22 @@ def follow(sweep):
 
 def test_failures_are_tried_again_and_the_limit_is_kept(place):
     tasks = fakes(place, "good", "fails_first", "dies_first", "raises", "good")
-    tasks += [Fake(6, "good", tasks[1].folder), Fake(7, "good", tasks[3].folder)]  # after lines 2 and 4
+    # after lines 2 and 4
+    tasks += [
+        Fake(6, "good", tasks[1].folder),
+        Fake(7, "good", tasks[3].folder),
+    ]
     tasks[4].folder.mkdir()
     (tasks[4].folder / "summary.json").write_text("{}")
     sweep = sweep_of(tasks, place)
     assert sweep.counts() == {"queued": 6, "running": 0, "done": 1, "failed": 0}
     said = follow(sweep)  # which looks at the limit, too
-    assert [entry.status for entry in sweep.entries] == ["done"] * 3 + ["failed", "done", "done", "failed"]
+    assert [entry.status for entry in sweep.entries] == ["done"] * 3 + [
+        "failed",
+        "done",
+        "done",
+        "failed",
+    ]
     assert [entry.failures for entry in sweep.entries] == [0, 1, 1, 2, 0, 0, 0]
     again = [line for line in said if "1 more try" in line]
     for words in ("line 2.*error: not yet", "line 3.*it was killed", "line 4.*RuntimeError: never"):
@@ -108,11 +119,15 @@ def test_failures_are_tried_again_and_the_limit_is_kept(place):
     left = {"raises 4": {"failures": 2, "ticket": None}}
     assert json.loads((place / "table.launch/state.json").read_text())["lines"] == left
     renewed = sweep_of(tasks, place)
-    assert [entry.failures for entry in renewed.entries] == [0] * 7 and renewed.counts()["queued"] == 2
+    assert [entry.failures for entry in renewed.entries] == [0] * 7 and renewed.counts()[
+        "queued"
+    ] == 2
 
 
 def launched(tasks, place):
-    """A launcher in another process with a terminal's process group, and the reading end of its output."""
+    """A launcher in another process with a terminal's process group, and the reading end of its
+    output.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -164,7 +179,12 @@ def test_a_job_that_nobody_knows_of_is_waited_for(place):
     until(lambda: sweep.step() and sweep.entries[0].failures == 1)
     sweep.step()
     ticket = sweep.entries[0].ticket
-    until(lambda: "waiting for another process" in "".join(p.read_text() for p in Path(ticket.folder).glob("*.err")))
+    until(
+        lambda: (
+            "waiting for another process"
+            in "".join(p.read_text() for p in Path(ticket.folder).glob("*.err"))
+        )
+    )
     assert len(task.log()) == 1
     (task.folder / "go").touch()
     follow(sweep)
@@ -180,7 +200,9 @@ def test_jobs_are_stopped_on_demand_and_a_number_may_return(place):
     assert sweep_of(tasks, place).stop() == 1
     until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     assert task.log()[-1] == "interrupted" and sweep_of(tasks, place).submitted == 0
-    sweep.entries[0].ticket = type(sweep.entries[0].ticket)(str(place), str(os.getpid()), started=1.0)
+    sweep.entries[0].ticket = type(sweep.entries[0].ticket)(
+        str(place), str(os.getpid()), started=1.0
+    )
     (said,) = list(sweep._watch())
     assert "it was killed" in said  # this process is another one
 
@@ -200,9 +222,16 @@ def test_a_job_whose_line_was_removed_is_kept_in_mind(place):
 def test_jobs_of_another_place_are_not_taken_over(place):
     """Numbers of processes and relative folders mean nothing there."""
     ticket = {"folder": "jobs", "id": "1", "started": 1.0, "slot": 0}
-    state = {"executor": "slurm", "place": "/elsewhere", "lines": {"waits 1": {"failures": 0, "ticket": ticket}}}
+    state = {
+        "executor": "slurm",
+        "place": "/elsewhere",
+        "lines": {"waits 1": {"failures": 0, "ticket": ticket}},
+    }
     (place / "table.launch").mkdir()
-    for change, words in (({"place": str(place)}, "executor slurm"), ({"executor": Local(1).name}, "place /elsewhere")):
+    for change, words in (
+        ({"place": str(place)}, "executor slurm"),
+        ({"executor": Local(1).name}, "place /elsewhere"),
+    ):
         (place / "table.launch/state.json").write_text(json.dumps({**state, **change}))
         with pytest.raises(NtkMarglikError, match=f"1 jobs of {words}"):
             sweep_of(fakes(place, "waits"), place)
@@ -212,32 +241,57 @@ def test_each_job_has_gpus_of_its_own(place, monkeypatch):
     import submitit
 
     asked = []
-    monkeypatch.setattr(submitit.LocalExecutor, "update_parameters", lambda _, **given: asked.append(given))
-    monkeypatch.setattr(submitit.LocalExecutor, "submit", lambda *_: type("Job", (), {"job_id": str(os.getpid())}))
-    sweep = sweep_of(fakes(place, *["good"] * 3), place, Local(2, gpus=(4, 5, 6, 7), gpus_per_job=2))
+    monkeypatch.setattr(
+        submitit.LocalExecutor, "update_parameters", lambda _, **given: asked.append(given)
+    )
+    monkeypatch.setattr(
+        submitit.LocalExecutor, "submit", lambda *_: type("Job", (), {"job_id": str(os.getpid())})
+    )
+    sweep = sweep_of(
+        fakes(place, *["good"] * 3), place, Local(2, gpus=(4, 5, 6, 7), gpus_per_job=2)
+    )
     sweep.step()
     assert [given["visible_gpus"] for given in asked] == [(4, 5), (6, 7)]
     assert {given["gpus_per_node"] for given in asked} == {2}
 
 
 @pytest.mark.slow
-def test_a_sweep_with_jobs_and_launchers_killed_at_random_ends_as_if_undisturbed(place, monkeypatch):
+def test_a_sweep_with_jobs_and_launchers_killed_at_random_ends_as_if_undisturbed(
+    place, monkeypatch
+):
     """Thirty runs; kill -9 of jobs, of their controllers and of the launcher."""
     seeds, draw = range(30), random.Random(0)
     settings = [*TINY, "--epochs", "2", "--no-baseline", "--threads", "1"]
-    lines = [f"python classification_image.py {' '.join(settings)} --seed {s} --out runs/{s} --resume" for s in seeds]
+    lines = [
+        f"python classification_image.py {' '.join(settings)} --seed {s} --out runs/{s} --resume"
+        for s in seeds
+    ]
     path = written(place, "\n".join(lines))
-    command = [sys.executable, str(ROOT / "scripts/launch.py"), str(path), "--max-parallel", "2", "--retries", "40"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/launch.py"),
+        str(path),
+        "--max-parallel",
+        "2",
+        "--retries",
+        "40",
+    ]
     plan = ["job", "controller", "launcher"] * 8
     draw.shuffle(plan)
 
     def start():
         with (place / "said").open("a") as said:
-            return subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True, cwd=place)
+            return subprocess.Popen(
+                command, stdout=said, stderr=said, start_new_session=True, cwd=place
+            )
 
     def jobs():
         """Controllers and the processes of their jobs, of this and earlier launchers."""
-        found = [p for p in psutil.process_iter(["cmdline"]) if str(place) in " ".join(p.info["cmdline"] or [])]
+        found = [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if str(place) in " ".join(p.info["cmdline"] or [])
+        ]
         return (
             [p for p in found if "submitit.local._local" in p.info["cmdline"]],
             [p for p in found if "submitit.core._submit" in p.info["cmdline"]],

@@ -12,7 +12,8 @@ from ntkmarglik.programs.launch.executors import Slurm
 # A stand-in for a cluster: jobs run at once in the background, and can be put back in the queue.
 STAND_INS = {
     "sbatch": """
-state() { echo "$2" > "$SIM/$1.new"; mv "$SIM/$1.new" "$SIM/$1.state"; }  # whole, whoever reads it meanwhile
+# whole, whoever reads it meanwhile
+state() { echo "$2" > "$SIM/$1.new"; mv "$SIM/$1.new" "$SIM/$1.state"; }
 id=$(( 100 + $(ls "$SIM" | grep -c script) )); cp "$1" "$SIM/$id.script"
 last=$(sed -n 's/.*--array=0-\\([0-9]*\\).*/\\1/p' "$1")
 for task in $(seq 0 "${last:-0}"); do
@@ -32,7 +33,9 @@ done
 echo "Submitted batch job $id"
 """,
     "srun": """
-while :; do case "$1" in --unbuffered) shift;; --output) shift 2;; --error) err=$2; shift 2;; *) break;; esac; done
+while :; do
+  case "$1" in --unbuffered) shift;; --output) shift 2;; --error) err=$2; shift 2;; *) break;; esac
+done
 exec "$@" 2>> "$(echo "$err" | sed "s/%A_%a\\|%j/$NAME/; s/%t/0/")"
 """,
     "sacct": """
@@ -59,18 +62,35 @@ def cluster(place, monkeypatch):
 
 def test_parameters_reach_slurm_and_preempted_jobs_continue(place, cluster):
     executor = Slurm(
-        2, together=True, threads=4, timeout_min=720, gpus_per_node=1, slurm_partition="gpu", slurm_account="me"
+        2,
+        together=True,
+        threads=4,
+        timeout_min=720,
+        gpus_per_node=1,
+        slurm_partition="gpu",
+        slurm_account="me",
     )
     tasks = fakes(place, "good", "fails_first", "is_preempted_first", "is_put_back_first")
     sweep = sweep_of(tasks, place, executor)
     said = follow(sweep)
-    assert [entry.failures for entry in sweep.entries] == [0, 1, 0, 0] and sweep.counts()["done"] == 4
+    assert [entry.failures for entry in sweep.entries] == [0, 1, 0, 0] and sweep.counts()[
+        "done"
+    ] == 4
     array, single = sorted(cluster.glob("*.script"))
     flags = set(re.findall(r"^#SBATCH --(\S+)", array.read_text(), re.M))
-    assert {"array=0-3%2", "time=720", "gpus-per-node=1", "partition=gpu", "account=me", "cpus-per-task=4"} <= flags
+    assert {
+        "array=0-3%2",
+        "time=720",
+        "gpus-per-node=1",
+        "partition=gpu",
+        "account=me",
+        "cpus-per-task=4",
+    } <= flags
     assert "job-name=ntk-marglik" in flags and "export OMP_NUM_THREADS=4" in array.read_text()
     assert "array" not in single.read_text().split("# command")[0].replace("%A_%a", "")
-    assert all((cluster / f"100_{n}.requeued").exists() and len(tasks[n].log()) == 2 for n in (2, 3))
+    assert all(
+        (cluster / f"100_{n}.requeued").exists() and len(tasks[n].log()) == 2 for n in (2, 3)
+    )
     assert any("error: not yet" in line for line in said)
 
 
@@ -79,7 +99,11 @@ def test_jobs_are_found_again_and_slurm_is_not_asked_all_the_time(place, cluster
     sweep_of(tasks, place, Slurm(5, timeout_min=60)).step()
     until(lambda: all(task.log() for task in tasks))
     sweep = sweep_of(tasks, place, Slurm(5, timeout_min=60))
-    assert sweep.submitted == 3 and [entry.ticket.id for entry in sweep.entries] == ["100", "101", "102"]
+    assert sweep.submitted == 3 and [entry.ticket.id for entry in sweep.entries] == [
+        "100",
+        "101",
+        "102",
+    ]
     assert "--array" not in (cluster / "100.script").read_text()
     (cluster / "questions").unlink(missing_ok=True)
     for _ in range(50):
@@ -95,7 +119,11 @@ def test_jobs_are_found_again_and_slurm_is_not_asked_all_the_time(place, cluster
         (task.folder / "go").touch()
     follow(sweep)
     assert [entry.status for entry in sweep.entries] == ["failed", "done", "done"]
-    assert [entry.failures for entry in sweep.entries] == [1, 0, 0] and "it was cancelled" in sweep.entries[0].note
+    assert [entry.failures for entry in sweep.entries] == [
+        1,
+        0,
+        0,
+    ] and "it was cancelled" in sweep.entries[0].note
     until(tasks[0].finished)
 
 

@@ -1,4 +1,6 @@
-"""The launcher as its users meet it: command files, mistakes told first, what is on the screen, options."""
+"""The launcher as its users meet it: command files, mistakes told first, what is on the screen,
+options.
+"""
 
 import io
 import json
@@ -19,11 +21,22 @@ from ntkmarglik.programs.grid.run import main as grid_main
 from ntkmarglik.programs.launch.board import Board, table
 from ntkmarglik.programs.launch.lines import GridLine, RunLine, latest, read_lines
 
-GRID = [*TINY_GRID, "--points", "2", "--no-exact", "--outputs", "all", "--out", "grid", "--structures", "diag"]
+GRID = [
+    *TINY_GRID,
+    "--points",
+    "2",
+    "--no-exact",
+    "--outputs",
+    "all",
+    "--out",
+    "grid",
+    "--structures",
+    "diag",
+]
 LINE = f"python classification_image.py {' '.join(TINY)} --no-baseline"
 
 
-# ----------------------------------------------------------------------------------------------------------- lines
+# -------------------------------------------------------------------------------------------- lines
 
 
 def test_all_bad_lines_are_told_before_anything_is_submitted(place, monkeypatch, capsys):
@@ -42,13 +55,19 @@ def test_all_bad_lines_are_told_before_anything_is_submitted(place, monkeypatch,
         12: ("--out 'b", "quotation"),
     }
     lines = [f"{LINE} {bad[n][0]}" if n in bad else f"{LINE} --out a" for n in range(2, 13)]
-    path = written(place, "\n".join(["# heading", *lines, "bash x.sh", "python other.py --out x", ""]))
+    path = written(
+        place, "\n".join(["# heading", *lines, "bash x.sh", "python other.py --out x", ""])
+    )
     before = sorted(place.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["launch.py", str(path)])
     assert script("launch").main() == 2
     said = capsys.readouterr().err.splitlines()
     assert "12 of the lines cannot be run" in said[0] and len(said) == 13
-    for number, (_, words) in [*bad.items(), (13, ("", "bash x.sh")), (14, ("", r"classification_image\.py .*or"))]:
+    for number, (_, words) in [
+        *bad.items(),
+        (13, ("", "bash x.sh")),
+        (14, ("", r"classification_image\.py .*or")),
+    ]:
         (line,) = (line for line in said if line.startswith(f"{path}:{number}:"))
         assert re.search(words, line), line
     assert sorted(place.rglob("*")) == before
@@ -61,10 +80,16 @@ def test_files_without_commands_are_told(place):
         read_lines(place / "absent.sh")
 
 
-def test_generated_files_are_taken_and_parts_of_a_grid_wait_for_each_other(place, capsys, monkeypatch):
-    path = written(place, "\n".join(printed("bound", capsys, monkeypatch, "--scale", "small", "--seeds", "0")))
+def test_generated_files_are_taken_and_parts_of_a_grid_wait_for_each_other(
+    place, capsys, monkeypatch
+):
+    path = written(
+        place, "\n".join(printed("bound", capsys, monkeypatch, "--scale", "small", "--seeds", "0"))
+    )
     lines = read_lines(path)
-    assert [line.number for line in lines] == [n for n, t in enumerate(path.read_text().splitlines(), 1) if t[0] != "#"]
+    assert [line.number for line in lines] == [
+        n for n, t in enumerate(path.read_text().splitlines(), 1) if t[0] != "#"
+    ]
     entries = sweep_of(lines, place).entries
     grids = [entry for entry in entries if isinstance(entry.task, GridLine)]
     last: dict[Path, object] = {}
@@ -97,7 +122,9 @@ def test_a_run_is_finished_with_its_baseline(place):
 
 def test_a_grid_is_finished_by_its_csv(place):
     def line(*flags):
-        (found,) = read_lines(written(place, f"python scripts/bound_grid.py {' '.join([*GRID, *flags])}"))
+        (found,) = read_lines(
+            written(place, f"python scripts/bound_grid.py {' '.join([*GRID, *flags])}")
+        )
         return found
 
     assert not line().finished()
@@ -111,16 +138,20 @@ def test_a_grid_is_finished_by_its_csv(place):
 def test_the_latest_numbers_are_shown(place):
     assert latest(place, 9) == "starting"
     first = {"epoch": 1, "loss": 2.0, "log_marglik": -3.0, "test_accuracy": 0.5}
-    (place / "metrics.jsonl").write_text(f'{json.dumps(first)}\n{{"epoch": 2, "loss": 1.25}}\n{{"epo')
+    (place / "metrics.jsonl").write_text(
+        f'{json.dumps(first)}\n{{"epoch": 2, "loss": 1.25}}\n{{"epo'
+    )
     assert latest(place, 9) == "epoch 2/9, loss 1.2500, evidence -3.0000, test acc. 50.0 %"
 
 
-# --------------------------------------------------------------------------------------------------------- on screen
+# ---------------------------------------------------------------------------------------- on screen
 
 
 def test_the_table_shows_what_runs_and_what_failed(place):
     sweep = sweep_of(fakes(Path(), *["waits"] * 5), place)
-    for entry, status in zip(sweep.entries, ("done", "running", "failed", "queued", "queued"), strict=True):
+    for entry, status in zip(
+        sweep.entries, ("done", "running", "failed", "queued", "queued"), strict=True
+    ):
         entry.status = status
     sweep.entries[1].failures, sweep.entries[2].note = 1, "it was [killed]"
     console = Console(file=io.StringIO(), width=120)
@@ -146,9 +177,22 @@ def test_runs_end_in_their_tables(place):
         config.run.out.mkdir(parents=True)
         flat = config.flat()
         (config.run.out / "config.yaml").write_text(json.dumps({**flat, "out": None}))
-        numbers = ("test_accuracy", "test_log_likelihood", "test_ece", "train_log_likelihood", "log_marglik")
+        numbers = (
+            "test_accuracy",
+            "test_log_likelihood",
+            "test_ece",
+            "train_log_likelihood",
+            "log_marglik",
+        )
         costs = dict.fromkeys((*numbers, "seconds_weights", "seconds_hyper"), 0.5)
-        summary = {"dataset": dataset, "model": "cnn", "n_data": 9, "seed": 0, "log_marglik_status": "bound", **costs}
+        summary = {
+            "dataset": dataset,
+            "model": "cnn",
+            "n_data": 9,
+            "seed": 0,
+            "log_marglik_status": "bound",
+            **costs,
+        }
         (config.run.out / "summary.json").write_text(json.dumps(summary))
         lines.append(RunLine(number, config))
     paper, other = launch.tables(lines)
@@ -158,7 +202,12 @@ def test_runs_end_in_their_tables(place):
 
 def test_options_are_read(place, monkeypatch, capsys):
     launch = script("launch")
-    assert [launch.minutes(t) for t in ("90", "12:00:00", "1-00:30", "0:00:01")] == [90, 720, 1470, 1]
+    assert [launch.minutes(t) for t in ("90", "12:00:00", "1-00:30", "0:00:01")] == [
+        90,
+        720,
+        1470,
+        1,
+    ]
     assert launch.setting("account=a=b") == ("slurm_account", "a=b")
     path = str(written(place, f"{LINE} --out a"))
     monkeypatch.setattr(launch, "_gpus", lambda: (0, 1))

@@ -1,4 +1,6 @@
-"""The piecewise-linear shortcut is decided by the graph of every pass, not by numbers of the first data points."""
+"""The piecewise-linear shortcut is decided by the graph of every pass, not by numbers of the first
+data points.
+"""
 
 import pytest
 import reference
@@ -83,7 +85,13 @@ def test_data_that_take_another_path_than_the_first_ones(structure):
     x[:, 0] = torch.tensor([-2.0, -3, 2, 3, -1, 1])
     prior = GaussianPrior(model)
     ml = MarginalLikelihood(
-        model, "classification", n_data=6, prior=prior, structure=structure, augment=Shift(2), chunk=2
+        model,
+        "classification",
+        n_data=6,
+        prior=prior,
+        structure=structure,
+        augment=Shift(2),
+        chunk=2,
     )
     total = lambda: ml(x, y, torch.tensor([1])).total  # noqa: E731
     (gradient,) = torch.autograd.grad(total(), ml.augment.eta)
@@ -104,7 +112,10 @@ GRAPHS = {
         lambda x: F.batch_norm(x, W[1].detach(), W[2].detach().square(), W[0]),
         True,
     ),
-    "batch normalisation by its own": (lambda x: F.batch_norm(x, None, None, W[0], training=True), False),
+    "batch normalisation by its own": (
+        lambda x: F.batch_norm(x, None, None, W[0], training=True),
+        False,
+    ),
     "a square": (lambda x: x * x, False),
     "a quotient by the input": (lambda x: 1 / x, False),
     "a product of two maps": (lambda x: (x @ W) * F.relu(x), False),
@@ -122,7 +133,9 @@ def test_what_the_graph_says(name):
 
 
 def test_the_other_factor_of_a_weighted_operation_counts():
-    """The cotangent of an operation with weights is what multiplies it, also where no input goes into it."""
+    """The cotangent of an operation with weights is what multiplies it, also where no input goes
+    into it.
+    """
     x = randn(3, 4).requires_grad_()
     token = W[0].expand(3, 4)
     product = token * x

@@ -59,7 +59,7 @@ class Jitter(nn.Module):
         return x.unsqueeze(1) + self.size * self.draw(len(x), 2, *x.shape[1:])
 
 
-# ------------------------------------------------------------------------------------------------- inputs overwritten
+# ------------------------------------------------------------------------------- inputs overwritten
 
 
 class Standardising(nn.Module):
@@ -87,7 +87,9 @@ def test_a_model_that_writes_to_its_inputs(structure, augment):
     found = []
     for in_place in (True, False):
         x = X.clone()
-        ml = marglik(Standardising(in_place), structure=structure, augment=augment and augment(), chunk=4)
+        ml = marglik(
+            Standardising(in_place), structure=structure, augment=augment and augment(), chunk=4
+        )
         found.append(every_number(ml, x))
         assert torch.equal(x, X)
     for ours, theirs in zip(*found, strict=True):
@@ -100,7 +102,12 @@ def test_variational_and_diagonal_objectives_leave_the_inputs_alone_too():
         x, model = X.clone(), Standardising(in_place)
         prior = GaussianPrior(model)
         elbo = DataEmphasizedELBO(
-            model, "classification", n_data=6, prior=prior, generator=torch.Generator().manual_seed(0), antithetic=True
+            model,
+            "classification",
+            n_data=6,
+            prior=prior,
+            generator=torch.Generator().manual_seed(0),
+            antithetic=True,
         )
         laplace = DiagonalLaplace(model, "classification", prior, [(x, Y)])
         found.append([elbo(x, Y), elbo.predict(x, samples=2), laplace.evidence().total])
@@ -138,7 +145,7 @@ def test_an_augmentation_that_writes_to_its_inputs():
     assert torch.equal(x, X)
 
 
-# ------------------------------------------------------------------------------------------------------------- blocks
+# ------------------------------------------------------------------------------------------- blocks
 
 
 @pytest.mark.parametrize("n_data, n_outputs, subset", [(12, 3, 6), (7, 3, 6), (6, 4, 6), (6, 3, 3)])
@@ -154,15 +161,19 @@ def test_a_block_of_another_partition_is_refused(n_data, n_outputs, subset, outp
 @pytest.mark.parametrize("of_block, of_ml", [(1, None), (None, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", [Partition, ClassPartition])
 def test_the_columns_of_a_block_are_taken_whatever_the_estimator_would_draw(kind, of_block, of_ml):
-    partition = kind(6 if kind is Partition else Y, 3, 3, of_block, generator=torch.Generator().manual_seed(0))
+    partition = kind(
+        6 if kind is Partition else Y, 3, 3, of_block, generator=torch.Generator().manual_seed(0)
+    )
     for block in partition:
         found = marglik(outputs=of_ml)(X[block.index], Y[block.index], block=block)
         explicit = marglik(outputs=of_block)(X[block.index], Y[block.index], block.columns)
         assert found.n_blocks == block.n_blocks
-        torch.testing.assert_close(found.log_det_ratio / found.n_blocks, explicit.log_det_ratio / explicit.n_blocks)
+        torch.testing.assert_close(
+            found.log_det_ratio / found.n_blocks, explicit.log_det_ratio / explicit.n_blocks
+        )
 
 
-# -------------------------------------------------------------------------------------------------------------- prior
+# -------------------------------------------------------------------------------------------- prior
 
 
 @pytest.mark.parametrize("mean", ["current", 0.3, "some"])
@@ -174,7 +185,9 @@ def test_the_means_of_a_prior_are_part_of_its_state(mean):
         for p in model.parameters():
             p += 1
     want = prior.squares(dict(model.named_parameters()))
-    again = GaussianPrior(model, mean={"2.weight": model[2].weight.detach()} if mean == "some" else given)
+    again = GaussianPrior(
+        model, mean={"2.weight": model[2].weight.detach()} if mean == "some" else given
+    )
     again.load_state_dict(prior.state_dict())
     torch.testing.assert_close(again.squares(dict(model.named_parameters())), want)
     assert again.to(torch.float32).mean_of("2.weight").dtype == torch.float32
@@ -192,7 +205,9 @@ def test_hyperparameters_that_the_prior_takes_for_weights():
     with pytest.raises(MarglikError, match=words):
         marglik(model, prior=GaussianPrior(model), hyper=["0.bias"])
     with pytest.raises(MarglikError, match=words):
-        DataEmphasizedELBO(model, "classification", n_data=6, prior=GaussianPrior(model), hyper=["0.bias"])
+        DataEmphasizedELBO(
+            model, "classification", n_data=6, prior=GaussianPrior(model), hyper=["0.bias"]
+        )
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -230,7 +245,7 @@ def test_the_exact_kronecker_determinant_is_that_of_the_dense_product():
     assert gradient.isfinite().all() and gradient.any()
 
 
-# -------------------------------------------------------------------------------------------- two passes, one function
+# ------------------------------------------------------------------------- two passes, one function
 
 
 def from_numpy(*shape):
@@ -248,7 +263,9 @@ OWN = torch.Generator()
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_an_augmentation_that_draws_from_elsewhere(draw, chunk):
     ml = marglik(augment=Jitter(draw), chunk=chunk)
-    with pytest.raises(CurvatureError, match=r"other copies in the second pass.*generators are seeded"):
+    with pytest.raises(
+        CurvatureError, match=r"other copies in the second pass.*generators are seeded"
+    ):
         ml(X, Y).total.backward()
     with pytest.raises(CurvatureError, match="other copies in the second pass"):
         ml.full_batch([(X[:3], Y[:3]), (X[3:], Y[3:])]).total.backward()
@@ -287,7 +304,7 @@ def test_weights_changed_through_data_before_backward(change, chunk):
         total.backward()
 
 
-# -------------------------------------------------------------------------------------------------------------- hooks
+# -------------------------------------------------------------------------------------------- hooks
 
 
 def test_hooks_on_weights_do_not_change_curvature():
@@ -356,7 +373,7 @@ def test_hooks_on_hyperparameters_that_would_act_twice_are_refused():
     ml(X, Y).total.backward()
 
 
-# ------------------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------------------------ numbers
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1.5, "6", True, None])
@@ -412,7 +429,7 @@ def test_a_gradient_that_is_not_finite_is_refused():
         ml(X, Y).total.backward()
 
 
-# ------------------------------------------------------------------------------------------------------------ threads
+# ------------------------------------------------------------------------------------------ threads
 
 
 @pytest.mark.parametrize("structure", ["ntk", "kfac"])
@@ -444,7 +461,7 @@ def test_threads_leave_the_modes_alone_and_get_the_same_numbers(structure):
     assert ml(X, Y).total.isfinite()
 
 
-# ------------------------------------------------------------------------------------------------- models as they come
+# ------------------------------------------------------------------------------ models as they come
 
 
 class Returning(nn.Module):
@@ -454,14 +471,20 @@ class Returning(nn.Module):
 
     def forward(self, x):
         f = self.net(x)
-        return {"dict": {"logits": f}, "tuple": (f, f), "no batch": f.mean(0), "none": None}[self.kind]
+        return {"dict": {"logits": f}, "tuple": (f, f), "no batch": f.mean(0), "none": None}[
+            self.kind
+        ]
 
 
 @pytest.mark.parametrize(
     "kind, words",
-    [("dict", r"got dict with the entries \['logits'\].*wrap"), ("tuple", "got tuple.*wrap"),
-     ("no batch", r"leading batch axis.*\(3,\)"), ("none", "got NoneType.*wrap")],
-)  # fmt: skip
+    [
+        ("dict", r"got dict with the entries \['logits'\].*wrap"),
+        ("tuple", "got tuple.*wrap"),
+        ("no batch", r"leading batch axis.*\(3,\)"),
+        ("none", "got NoneType.*wrap"),
+    ],
+)
 def test_other_outputs_than_a_tensor_are_named(kind, words):
     with pytest.raises(CurvatureError, match=words):
         marglik(Returning(kind))(X, Y)
@@ -480,7 +503,9 @@ def test_model_outputs_of_transformers_are_named():
         def forward(self, x):
             return outputs.SequenceClassifierOutput(logits=self.net(x))
 
-    with pytest.raises(CurvatureError, match=r"SequenceClassifierOutput with the entries \['logits'\].*\.logits"):
+    with pytest.raises(
+        CurvatureError, match=r"SequenceClassifierOutput with the entries \['logits'\].*\.logits"
+    ):
         marglik(Wrapped())(X, Y)
 
 
@@ -546,7 +571,11 @@ def test_statistics_of_the_batch_are_refused(kind):
 
 @pytest.mark.parametrize(
     "batch, words",
-    [((X, Y, Y), "a tuple of 3 entries"), ({"x": X, "y": Y}, r"a dict with the keys \['x', 'y'\]"), (X, "a Tensor")],
+    [
+        ((X, Y, Y), "a tuple of 3 entries"),
+        ({"x": X, "y": Y}, r"a dict with the keys \['x', 'y'\]"),
+        (X, "a Tensor"),
+    ],
     ids=["triple", "dict", "tensor"],
 )
 def test_batches_that_are_not_pairs(batch, words):

@@ -12,7 +12,14 @@ from ntkmarglik.problem.models.fixup import Bias, Scale
 from ntkmarglik.problem.models.resnet import BasicBlock, Bottleneck
 from ntkmarglik.problem.models.wrn import WideBlock
 
-SMALL = {"mlp": {}, "cnn": {}, "mininet": {}, "resnet": {"width": 4}, "resnet50": {"width": 4}, "wrn": {"width": 1}}
+SMALL = {
+    "mlp": {},
+    "cnn": {},
+    "mininet": {},
+    "resnet": {"width": 4},
+    "resnet50": {"width": 4},
+    "wrn": {"width": 1},
+}
 SMALL["resnet_norm"] = {"width": 6}
 SHAPES = [(1, 8, 8), (1, 16, 16), (1, 28, 28), (3, 32, 32), (3, 64, 64), (2, 9, 21)]
 
@@ -57,13 +64,22 @@ def test_each_output_depends_on_its_own_input_and_every_parameter_gets_a_gradien
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_inplace_activations(name):
-    assert not any(getattr(m, "inplace", False) for m in build(name, (3, 32, 32), 5, **SMALL[name]).modules())
+    assert not any(
+        getattr(m, "inplace", False) for m in build(name, (3, 32, 32), 5, **SMALL[name]).modules()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "n_classes", "options", "count"),
     [
-        ("mininet", (1, 28, 28), 10, {}, 208 + 1168 + 12832 + 330),  # 14,538: the paper's "about 16,000"
+        # 14,538: the paper's "about 16,000"
+        (
+            "mininet",
+            (1, 28, 28),
+            10,
+            {},
+            208 + 1168 + 12832 + 330,
+        ),
         ("mininet", (3, 32, 32), 10, {}, 608 + 1168 + 12832 + 1290),
         ("mininet", (1, 8, 8), 10, {}, 80 + 1168 + 2080 + 330),
         ("mlp", (1, 28, 28), 10, {}, 785 * 1000 + 10010),
@@ -80,15 +96,25 @@ def test_parameter_counts(name, shape, n_classes, options, count):
 
 
 def test_layers_of_the_published_networks():
-    kernels = [m.kernel_size[0] for m in build("cnn", (3, 32, 32), 10).modules() if isinstance(m, nn.Conv2d)]
+    kernels = [
+        m.kernel_size[0]
+        for m in build("cnn", (3, 32, 32), 10).modules()
+        if isinstance(m, nn.Conv2d)
+    ]
     assert kernels == [5, 5, 5]
     assert any(isinstance(m, nn.Tanh) for m in build("cnn", (1, 28, 28), 10).modules())
     assert any(isinstance(m, nn.ReLU) for m in build("cnn", (3, 32, 32), 10).modules())
     for depth in (10, 18, 26):
-        convs = [m for m in build("resnet", (3, 32, 32), 10, depth=depth).modules() if isinstance(m, nn.Conv2d)]
+        convs = [
+            m
+            for m in build("resnet", (3, 32, 32), 10, depth=depth).modules()
+            if isinstance(m, nn.Conv2d)
+        ]
         assert len(convs) == depth - 1  # and one linear layer
         assert sorted({m.out_channels for m in convs}) == [16, 32, 64, 128]
-    convs = [m for m in build("resnet50", (3, 32, 32), 10, width=8).modules() if isinstance(m, nn.Conv2d)]
+    convs = [
+        m for m in build("resnet50", (3, 32, 32), 10, width=8).modules() if isinstance(m, nn.Conv2d)
+    ]
     assert len(convs) == 49 + 4 and convs[0].out_channels == 2  # four shortcuts
     convs = [m for m in build("wrn", (3, 32, 32), 10).modules() if isinstance(m, nn.Conv2d)]
     assert len(convs) == 16 and sorted({m.out_channels for m in convs}) == [16, 64, 128, 256]
@@ -108,13 +134,18 @@ def test_bias_and_scale_are_scalars_that_start_as_identity():
     assert bias.bias.shape == scale.scale.shape == (1,)
 
 
-@pytest.mark.parametrize("block", [BasicBlock(6, 6, 1, 8), Bottleneck(24, 6, 1, 8), WideBlock(6, 6, 1, 8)])
+@pytest.mark.parametrize(
+    "block", [BasicBlock(6, 6, 1, 8), Bottleneck(24, 6, 1, 8), WideBlock(6, 6, 1, 8)]
+)
 def test_residual_blocks_start_as_the_identity(block):
-    x = random_images(2, 24 if isinstance(block, Bottleneck) else 6, 8, 8)  # not negative, so rectifiers pass it
+    # not negative, so rectifiers pass it
+    x = random_images(2, 24 if isinstance(block, Bottleneck) else 6, 8, 8)
     torch.testing.assert_close(block(x), x)
 
 
-@pytest.mark.parametrize(("block", "stride"), [(BasicBlock(4, 8, 2, 8), 2), (BasicBlock(4, 8, 1, 8), 1)])
+@pytest.mark.parametrize(
+    ("block", "stride"), [(BasicBlock(4, 8, 2, 8), 2), (BasicBlock(4, 8, 1, 8), 1)]
+)
 def test_the_shortcut_of_a_wider_basic_block_subsamples_and_pads_with_zeros(block, stride):
     x = random_images(2, 4, 7, 7)
     out = block(x)
@@ -145,8 +176,12 @@ def test_scale_of_the_first_convolutions(name, n_blocks, power):
 
 def test_only_fixup_scalars_have_size_one():
     model = build("resnet", (3, 32, 32), 10)
-    scalars = {id(p) for m in model.modules() if isinstance(m, Bias | Scale) for p in m.parameters()}
-    assert {id(p) for p in model.parameters() if p.numel() == 1} == scalars and len(scalars) == 5 * 8 + 2
+    scalars = {
+        id(p) for m in model.modules() if isinstance(m, Bias | Scale) for p in m.parameters()
+    }
+    assert {id(p) for p in model.parameters() if p.numel() == 1} == scalars and len(
+        scalars
+    ) == 5 * 8 + 2
 
 
 # --- seeds
@@ -155,7 +190,9 @@ def test_only_fixup_scalars_have_size_one():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_seed_fixes_the_weights_and_leaves_the_global_generator_alone(name):
     def weights(seed):
-        return nn.utils.parameters_to_vector(build(name, (1, 28, 28), 10, seed=seed, **SMALL[name]).parameters())
+        return nn.utils.parameters_to_vector(
+            build(name, (1, 28, 28), 10, seed=seed, **SMALL[name]).parameters()
+        )
 
     torch.manual_seed(1)
     state = torch.get_rng_state()

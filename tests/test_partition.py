@@ -24,7 +24,10 @@ def make(kind, n, c, s, k, columns, seed=0):
 def rows(blocks):
     """All (data point, column) pairs of some blocks."""
     return [
-        (int(i), int(c)) for block in blocks for i, own in zip(block.index, block.columns, strict=True) for c in own
+        (int(i), int(c))
+        for block in blocks
+        for i, own in zip(block.index, block.columns, strict=True)
+        for c in own
     ]
 
 
@@ -40,7 +43,11 @@ def assert_is_a_partition(partition, n, c, s, k):
     assert {b.n_blocks for b in blocks} == {len(partition)}
 
 
-@given(data=st.data(), kind=st.sampled_from(["random", "class"]), columns=st.sampled_from(["shared", "iid"]))
+@given(
+    data=st.data(),
+    kind=st.sampled_from(["random", "class"]),
+    columns=st.sampled_from(["shared", "iid"]),
+)
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_every_row_is_in_exactly_one_block(data, kind, columns):
     n, c = data.draw(st.integers(1, 23)), data.draw(st.integers(1, 7))
@@ -53,7 +60,8 @@ def test_every_row_is_in_exactly_one_block(data, kind, columns):
 
 @pytest.mark.parametrize("kind", ["random", "class"])
 @pytest.mark.parametrize("columns", ["shared", "iid"])
-@pytest.mark.parametrize("s, k", [(10, 3), (1, 1), (4, 2), (5, 3)])  # all, single rows, remainders, even
+# all, single rows, remainders, even
+@pytest.mark.parametrize("s, k", [(10, 3), (1, 1), (4, 2), (5, 3)])
 def test_named_extremes(kind, columns, s, k):
     assert_is_a_partition(make(kind, 10, 3, s, k, columns), 10, 3, s, k)
 
@@ -92,7 +100,8 @@ def test_every_block_is_equally_likely_to_be_drawn():
         counts[known.index(rows([partition.sample()]))] += 1
     expected = draws / len(partition)
     assert set(counts) == set(range(len(partition)))
-    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 25  # chi^2 with 5 degrees, p = 1e-4
+    # chi^2 with 5 degrees, p = 1e-4
+    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 25
 
 
 def test_every_pair_of_data_points_is_equally_likely_to_share_a_block():
@@ -148,9 +157,13 @@ def test_without_a_generator_the_global_seed_decides_and_is_left_alone():
 def test_classes_stay_together():
     labels = torch.arange(30) % 3
     blocks = list(ClassPartition(labels, 3, 5, generator=generator()))
-    assert all(len(labels[block.index].unique()) == 1 for block in blocks)  # 5 divides the 10 of each class
-    mixed = [len(labels[b.index].unique()) for b in ClassPartition(labels, 3, 7, generator=generator())]
-    assert max(mixed) == 2 and sum(m == 2 for m in mixed) <= 2  # only blocks on the border of two classes
+    # 5 divides the 10 of each class
+    assert all(len(labels[block.index].unique()) == 1 for block in blocks)
+    mixed = [
+        len(labels[b.index].unique()) for b in ClassPartition(labels, 3, 7, generator=generator())
+    ]
+    # only blocks on the border of two classes
+    assert max(mixed) == 2 and sum(m == 2 for m in mixed) <= 2
     plain = [len(labels[b.index].unique()) for b in Partition(30, 3, 5, generator=generator())]
     assert min(plain) > 1
 

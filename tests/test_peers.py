@@ -1,7 +1,8 @@
-"""The same numbers from other libraries: curvlinops (GGN, KFAC) and laplace-torch (log marginal likelihood).
+"""The same numbers from other libraries: curvlinops (GGN, KFAC) and laplace-torch (log marginal
+likelihood).
 
-Both sum over data (`reduction="sum"`); torch's MSELoss has no 1/2, so its curvature is twice that of unit noise.
-Values only: neither library is right in all gradients (design/ecosystem.md).
+Both sum over data (`reduction="sum"`); torch's MSELoss has no 1/2, so its curvature is twice that
+of unit noise. Values only: neither library is right in all gradients (design/ecosystem.md).
 """
 
 import math
@@ -21,7 +22,12 @@ def networks():
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, C))
     conv = nn.Sequential(
-        *(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv2d(3, 2, 2, bias=False), nn.Tanh()),
+        *(
+            nn.Conv2d(2, 3, 3, padding=1, stride=2),
+            nn.Tanh(),
+            nn.Conv2d(3, 2, 2, bias=False),
+            nn.Tanh(),
+        ),
         *(nn.Flatten(), nn.Linear(2, C)),
     )
     return {
@@ -41,7 +47,9 @@ def problem(name, likelihood):
 
 def evidence(model, x, y, likelihood, structure, **options):
     prior = GaussianPrior(model, "scalar", PRECISION)
-    return MarginalLikelihood(model, likelihood, n_data=N, prior=prior, structure=structure, **options)(x, y)
+    return MarginalLikelihood(
+        model, likelihood, n_data=N, prior=prior, structure=structure, **options
+    )(x, y)
 
 
 def curvature_scale(likelihood):
@@ -67,9 +75,15 @@ def log_det(curvature):
 def test_curvlinops_ggn(name, likelihood):
     curvlinops = pytest.importorskip("curvlinops")
     model, x, y, ours, loss = problem(name, likelihood)
-    ggn = dense(curvlinops.GGNLinearOperator(model, loss, list(model.parameters()), [(x, y)])).double()
+    ggn = dense(
+        curvlinops.GGNLinearOperator(model, loss, list(model.parameters()), [(x, y)])
+    ).double()
     ggn = ggn * curvature_scale(likelihood)
-    want = {"full": log_det(ggn), "ntk": log_det(ggn), "diag": torch.log1p(ggn.diagonal() / PRECISION).sum()}
+    want = {
+        "full": log_det(ggn),
+        "ntk": log_det(ggn),
+        "diag": torch.log1p(ggn.diagonal() / PRECISION).sum(),
+    }
     for structure, value in want.items():
         got = evidence(model, x, y, ours, structure).log_det_ratio.detach()
         torch.testing.assert_close(got, value, rtol=1e-8, atol=1e-8)
@@ -88,15 +102,21 @@ def test_curvlinops_kfac(name, likelihood, setting):
     got = evidence(model, x, y, ours, "kfac", kfac=setting).log_det_ratio.detach()
     torch.testing.assert_close(got, log_det(kfac), rtol=1e-8, atol=1e-8)
     if name == "conv":  # the settings are not the same thing
-        other = evidence(model, x, y, ours, "kfac", kfac={"expand": "reduce", "reduce": "expand"}[setting])
+        other = evidence(
+            model, x, y, ours, "kfac", kfac={"expand": "reduce", "reduce": "expand"}[setting]
+        )
         assert abs(float(other.log_det_ratio.detach() - got)) > 1e-2
 
 
 @both
 @each_network
-@pytest.mark.parametrize("structure, theirs", [("full", "full"), ("ntk", "full"), ("kfac", "kron"), ("diag", "diag")])
+@pytest.mark.parametrize(
+    "structure, theirs", [("full", "full"), ("ntk", "full"), ("kfac", "kron"), ("diag", "diag")]
+)
 def test_laplace_torch_log_marginal_likelihood(name, likelihood, structure, theirs):
-    """Both leave out the (P/2) log 2 pi of prior and posterior, which cancel, and keep that of the Gaussian."""
+    """Both leave out the (P/2) log 2 pi of prior and posterior, which cancel, and keep that of the
+    Gaussian.
+    """
     pytest.importorskip("curvlinops")
     laplace = pytest.importorskip("laplace")
     model, x, y, ours, _ = problem(name, likelihood)
@@ -104,7 +124,12 @@ def test_laplace_torch_log_marginal_likelihood(name, likelihood, structure, thei
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fitted = laplace.Laplace(
-            model, likelihood, subset_of_weights="all", hessian_structure=theirs, prior_precision=PRECISION, **options
+            model,
+            likelihood,
+            subset_of_weights="all",
+            hessian_structure=theirs,
+            prior_precision=PRECISION,
+            **options,
         )
         fitted.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=N))
         want = {
@@ -116,7 +141,11 @@ def test_laplace_torch_log_marginal_likelihood(name, likelihood, structure, thei
     got = evidence(model, x, y, ours, structure)
     for part, value in want.items():
         torch.testing.assert_close(
-            getattr(got, part).detach(), torch.as_tensor(value).detach().double(), rtol=1e-6, atol=1e-6, msg=part
+            getattr(got, part).detach(),
+            torch.as_tensor(value).detach().double(),
+            rtol=1e-6,
+            atol=1e-6,
+            msg=part,
         )
 
 

@@ -1,4 +1,6 @@
-"""Weights that no rule covers: recurrent cells, parametrised and derived weights, models that loop over their batch."""
+"""Weights that no rule covers: recurrent cells, parametrised and derived weights, models that loop
+over their batch.
+"""
 
 import pytest
 import reference
@@ -63,7 +65,11 @@ class Adapted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.base, self.scale, self.head = nn.Linear(D, 3, bias=False), nn.Parameter(torch.ones(3)), nn.Linear(3, C)
+        self.base, self.scale, self.head = (
+            nn.Linear(D, 3, bias=False),
+            nn.Parameter(torch.ones(3)),
+            nn.Linear(3, C),
+        )
         self.a, self.b = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.ones(1, D))
 
     def forward(self, x):
@@ -76,10 +82,16 @@ class Looped(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.scale, self.head = nn.Linear(D, 3), nn.Parameter(torch.ones(3)), nn.Linear(3, C)
+        self.layer, self.scale, self.head = (
+            nn.Linear(D, 3),
+            nn.Parameter(torch.ones(3)),
+            nn.Linear(3, C),
+        )
 
     def forward(self, x):
-        return torch.stack([self.head(torch.tanh(self.layer(x_i)).mean(0) * self.scale) for x_i in x])
+        return torch.stack(
+            [self.head(torch.tanh(self.layer(x_i)).mean(0) * self.scale) for x_i in x]
+        )
 
 
 MODELS = {
@@ -111,14 +123,18 @@ def marglik(model, structure, **options):
     prior = GaussianPrior(model, hyper=hyper)
     with torch.no_grad():
         prior.log_precision.copy_(0.4 * randn(len(prior.log_precision), seed=7))
-    return MarginalLikelihood(model, Categorical(), n_data=12, prior=prior, structure=structure, **options)
+    return MarginalLikelihood(
+        model, Categorical(), n_data=12, prior=prior, structure=structure, **options
+    )
 
 
 @pytest.mark.parametrize("root", ["paper", "fisher", "symmetric", "eigen"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", MODELS)
 def test_value_and_gradients_with_fewer_columns_than_outputs(name, structure, root):
-    """Augmentation and a hyperparameter inside the network, with seeds that move with the outputs."""
+    """Augmentation and a hyperparameter inside the network, with seeds that move with the
+    outputs.
+    """
     model = built(name)
     ml = marglik(model, structure, root=root, augment=Shift(2), hyper=["scale"])
     columns = torch.tensor([2]) if structure == "ntk" else torch.tensor([2, 0])
@@ -142,14 +158,22 @@ def test_value_and_gradients_with_fewer_columns_than_outputs(name, structure, ro
     torch.testing.assert_close(total.detach(), want.total.detach(), rtol=1e-7, atol=1e-9)
     for parameter in (ml.augment.eta, model.scale):
         (gradient,) = torch.autograd.grad(ml(X, Y, columns).total, parameter)
-        truth = reference.finite_difference(lambda: ml(X, Y, columns).total.detach(), parameter, 1e-5)
-        torch.testing.assert_close(gradient, truth.to(gradient), rtol=1e-5, atol=1e-5 * float(truth.abs().max()))
+        truth = reference.finite_difference(
+            lambda: ml(X, Y, columns).total.detach(), parameter, 1e-5
+        )
+        torch.testing.assert_close(
+            gradient, truth.to(gradient), rtol=1e-5, atol=1e-5 * float(truth.abs().max())
+        )
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_weight_norm_has_all_of_its_second_derivative(axis):
-    """torch's own operation drops a term: a parameter that it normalises may be a hyperparameter all the same."""
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(D, 3), dim=axis), nn.Tanh(), nn.Linear(3, C)).double()
+    """torch's own operation drops a term: a parameter that it normalises may be a hyperparameter
+    all the same.
+    """
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(D, 3), dim=axis), nn.Tanh(), nn.Linear(3, C)
+    ).double()
     v = model[0].parametrizations.weight.original1
     ml = marglik(model, "ntk", hyper=["0.parametrizations.weight.original1"])
     total = lambda: ml(X[:, 0], Y, torch.tensor([1])).total  # noqa: E731
@@ -166,7 +190,9 @@ class Einsums(nn.Module):
         self.first, self.second = nn.Parameter(randn(D, 5)), nn.Parameter(randn(5, C, seed=3))
 
     def forward(self, x):
-        return torch.einsum("ni,ij->nj", torch.tanh(torch.einsum("nti,ij->nj", x, self.first)), self.second)
+        return torch.einsum(
+            "ni,ij->nj", torch.tanh(torch.einsum("nti,ij->nj", x, self.first)), self.second
+        )
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -192,7 +218,11 @@ class Distances(nn.Module):
 class Bag(nn.Module):
     def __init__(self):
         super().__init__()
-        self.bag, self.scale, self.head = nn.EmbeddingBag(7, 3), nn.Parameter(torch.ones(3)), nn.Linear(3, C)
+        self.bag, self.scale, self.head = (
+            nn.EmbeddingBag(7, 3),
+            nn.Parameter(torch.ones(3)),
+            nn.Linear(3, C),
+        )
 
     def forward(self, x):
         return self.head(torch.tanh(self.bag(x) * self.scale))

@@ -1,4 +1,6 @@
-"""Every command a document shows goes through the real parser, and the examples of the README run."""
+"""Every command a document shows goes through the real parser, and the examples of the README
+run.
+"""
 
 import re
 import shlex
@@ -16,7 +18,11 @@ from ntkmarglik.programs.grid.config import parse as parse_grid
 from ntkmarglik.programs.paper.figures import NUMBERS
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted(path for part in (".", "docs", "benchmarks", "illustrations") for path in ROOT.glob(f"{part}/*.md"))
+DOCUMENTS = sorted(
+    path
+    for part in (".", "docs", "benchmarks", "illustrations")
+    for path in ROOT.glob(f"{part}/*.md")
+)
 SCRIPT = "python classification_image.py"
 PARSERS = {
     SCRIPT: (parse, Config),
@@ -26,7 +32,9 @@ PARSERS = {
 
 
 def commands(text):
-    """The programs' commands in fenced blocks, continued lines joined, and nothing else of a chain of commands."""
+    """The programs' commands in fenced blocks, continued lines joined, and nothing else of a chain
+    of commands.
+    """
     found = []
     for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
@@ -36,12 +44,21 @@ def commands(text):
     return found
 
 
-COMMANDS = [(path.relative_to(ROOT), command) for path in DOCUMENTS for command in commands(path.read_text())]
+COMMANDS = [
+    (path.relative_to(ROOT), command)
+    for path in DOCUMENTS
+    for command in commands(path.read_text())
+]
 
 
 def test_commands_are_found():
-    text = f"```bash\npip install x && {SCRIPT} --method map \\\n  --epochs 3  # comment\n```\n{SCRIPT} --not-fenced\n"
-    assert [shlex.split(c, comments=True)[2:] for c in commands(text)] == [["--method", "map", "--epochs", "3"]]
+    text = (
+        f"```bash\npip install x && {SCRIPT} --method map \\\n  --epochs 3  # comment\n```\n"
+        f"{SCRIPT} --not-fenced\n"
+    )
+    assert [shlex.split(c, comments=True)[2:] for c in commands(text)] == [
+        ["--method", "map", "--epochs", "3"]
+    ]
 
 
 @pytest.mark.parametrize("document, command", COMMANDS, ids=str)
@@ -58,27 +75,53 @@ def test_the_parser_takes_it(document, command, monkeypatch, capsys):
 
 def test_the_commands_of_tables_and_figures_exist():
     text = (ROOT / "illustrations/README.md").read_text()
-    named = [shlex.split(part) for found in re.findall(r"`(python [^`]+)`", text) for part in re.split(r"&&|>", found)]
+    named = [
+        shlex.split(part)
+        for found in re.findall(r"`(python [^`]+)`", text)
+        for part in re.split(r"&&|>", found)
+    ]
     programs = [words for words in named if words[0] == "python"]
     assert len(programs) > 10 and all((ROOT / words[1]).exists() for words in programs)
-    shown = {n for words in programs if "--figures" in words for n in words[words.index("--figures") + 1 :]}
+    shown = {
+        n
+        for words in programs
+        if "--figures" in words
+        for n in words[words.index("--figures") + 1 :]
+    }
     assert shown == set(NUMBERS)
 
 
 def blocks(language):
     texts = [path.read_text() for path in DOCUMENTS]
-    return [block for text in texts for block in re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)]
+    return [
+        block
+        for text in texts
+        for block in re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+    ]
 
 
 def test_the_site_is_built_without_warnings(tmp_path):
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path),
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "estimators/index.html").exists() and (tmp_path / "illustrations/bounds_ntk.png").exists()
+    assert (tmp_path / "estimators/index.html").exists() and (
+        tmp_path / "illustrations/bounds_ntk.png"
+    ).exists()
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: f"{len(code.splitlines())} lines")
+@pytest.mark.parametrize(
+    "code", blocks("python"), ids=lambda code: f"{len(code.splitlines())} lines"
+)
 def test_python_examples_run(code, monkeypatch, capsys):
     """Loops over a number of epochs make their last one only."""
     monkeypatch.chdir(ROOT)

@@ -28,11 +28,18 @@ def made_up(label, *, tensors=4, learned=True, augmented=False):
         epochs.append(line)
     names = [f"{i // 2}.{'bias' if i % 2 else 'weight'}" for i in range(tensors)]
     summary = {
-        "test_accuracy": 0.98765, "test_log_likelihood": -0.25, "test_ece": 0.0123, "train_log_likelihood": -0.01,
-        "log_marglik": -1.5 if learned else -17.9, "log_marglik_status": "approximation", "log_marglik_error": 0.0212,
-        "seconds_total": 12345.6, "prior_precision": {name: 10.0**i for i, name in enumerate(names)},
-        "initial_prior_precision": 1.0, "augmentation": None,
-    }  # fmt: skip
+        "test_accuracy": 0.98765,
+        "test_log_likelihood": -0.25,
+        "test_ece": 0.0123,
+        "train_log_likelihood": -0.01,
+        "log_marglik": -1.5 if learned else -17.9,
+        "log_marglik_status": "approximation",
+        "log_marglik_error": 0.0212,
+        "seconds_total": 12345.6,
+        "prior_precision": {name: 10.0**i for i, name in enumerate(names)},
+        "initial_prior_precision": 1.0,
+        "augmentation": None,
+    }
     return {label: (epochs, summary)}
 
 
@@ -62,7 +69,16 @@ def drawn(tmp_path, monkeypatch):
 def test_the_table_has_every_number_and_fits(width):
     text = printed(made_up("ntk-500-1") | made_up("MAP baseline", learned=False), width)
     assert max(map(len, text.splitlines())) <= width
-    for part in ("ntk-500-1", "MAP baseline", "98.77 %", "-0.2500", "0.0123", "-0.0100", "-1.5000 ± 0.0212", "12345.6"):
+    for part in (
+        "ntk-500-1",
+        "MAP baseline",
+        "98.77 %",
+        "-0.2500",
+        "0.0123",
+        "-0.0100",
+        "-1.5000 ± 0.0212",
+        "12345.6",
+    ):
         assert part in text  # on one line: not broken in two
     assert "an approximation" in text
 
@@ -85,7 +101,10 @@ def test_the_picture_shows_curves_ends_and_precisions(drawn):
     assert "evidence" in evidence.get_title("left") and "log-likelihood" in test.get_title("left")
     low, high = evidence.get_ylim()
     assert low < -17.9 < -1.5 < high  # where both runs end, also the one that has no curve
-    assert prior.get_xscale() == "log" and [t.get_text() for t in prior.get_yticklabels()][:2] == ["0.weight", "0.bias"]
+    assert prior.get_xscale() == "log" and [t.get_text() for t in prior.get_yticklabels()][:2] == [
+        "0.weight",
+        "0.bias",
+    ]
     for axes in picture.axes:
         box, legend = axes.get_window_extent(), axes.get_legend().get_window_extent()
         assert not box.overlaps(legend)  # beside the data, not over them
@@ -99,7 +118,9 @@ def test_many_tensors_have_no_names(drawn):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_an_augmentation_adds_its_ranges_and_examples(channels, drawn):
     augment = AffineAugmentation(2, init=[0.1, 0.1, 2.0, 0, 0, 0])
-    picture = drawn(made_up("ntk", augmented=True), augment=augment, example=torch.randn(channels, 12, 12))
+    picture = drawn(
+        made_up("ntk", augmented=True), augment=augment, example=torch.randn(channels, 12, 12)
+    )
     ranges, sheet = picture.axes[3:]
     labels = [text.get_text() for text in ranges.get_legend().get_texts()]
     assert labels == ["shift x", "shift y", "rotation", "scale x", "scale y", "shear"]
@@ -125,8 +146,11 @@ def test_the_users_matplotlib_settings_stay():
 def test_metrics_of_known_predictions():
     logits = torch.tensor([[0.0, 100.0], [0.0, 100.0], [0.0, 0.0], [0.0, 0.0]])
     found = metrics(logits, torch.tensor([1, 0, 0, 1]))
-    assert found["accuracy"] == 0.5 and found["log_likelihood"] == pytest.approx((-100 - 2 * 0.6931472) / 4)
-    assert found["ece"] == pytest.approx(0.25)  # half of the sure ones are wrong, the others are calibrated
+    assert found["accuracy"] == 0.5 and found["log_likelihood"] == pytest.approx(
+        (-100 - 2 * 0.6931472) / 4
+    )
+    # half of the sure ones are wrong, the others are calibrated
+    assert found["ece"] == pytest.approx(0.25)
 
 
 def test_calibration_is_zero_for_honest_probabilities(generator):

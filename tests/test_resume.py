@@ -1,4 +1,6 @@
-"""A run that is killed, at whatever moment, and resumed ends in the numbers of one that was not, bit for bit."""
+"""A run that is killed, at whatever moment, and resumed ends in the numbers of one that was not,
+bit for bit.
+"""
 
 import json
 import os
@@ -25,8 +27,9 @@ VARIANTS = {
     "prior": ["--epochs", "4", "--eval-every", "2"],
     "augmentation": ["--epochs", "4", "--augment", "affine", "--flip", "--model", "mininet"],
 }
-# The runner in processes that die half-way through the nth write of a file; everything else is the real thing. They are
-# forks of one process that has imported torch, since importing it takes longer than these runs.
+# The runner in processes that die half-way through the nth write of a file; everything else is the
+# real thing. They are forks of one process that has imported torch, since importing it takes longer
+# than these runs.
 DRIVER = """
 import json, os, signal, sys
 import torch._dynamo  # which optimisers import when they are made
@@ -63,7 +66,8 @@ for victim, left in json.loads(sys.argv[1]):
     status = os.waitpid(process, 0)[1]
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (victim, left, status)
 """
-# in this order, each continuing after the one before: file, number of its writes that it survives + 1
+# in this order, each continuing after the one before: file, number of its writes that it survives +
+# 1
 DEATHS = [
     ("run/config.yaml", 1),
     ("run/metrics.jsonl", 2),  # the first makes the empty file; there is no checkpoint yet
@@ -92,14 +96,18 @@ def variant(request, tmp_path_factory):
 
 
 def contents(path):
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()
+    }
 
 
 def test_killed_again_and_again_while_writing(variant, tmp_path):
     flags, expected = variant
     arguments = [*flags, "--out", str(tmp_path / "run"), "--resume"]
     command = [sys.executable, "-c", DRIVER, json.dumps(DEATHS), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.rglob("*.partial"))
     assert main(arguments) == 0
@@ -111,7 +119,9 @@ def test_killed_from_outside_while_training(variant, tmp_path):
     flags, expected = variant
     arguments = [*flags, "--out", str(tmp_path / "run")]
     command = [sys.executable, str(ROOT / "classification_image.py"), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
+    )
     while len(read_metrics(tmp_path / "run")) < 2 and process.poll() is None:
         time.sleep(0.001)
     process.kill()
@@ -122,7 +132,9 @@ def test_killed_from_outside_while_training(variant, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("stop", [2, 6])
-def test_an_interrupt_saves_the_epoch_it_falls_in(variant, number, stop, tmp_path, monkeypatch, capsys):
+def test_an_interrupt_saves_the_epoch_it_falls_in(
+    variant, number, stop, tmp_path, monkeypatch, capsys
+):
     """Once in the run and once in its baseline; the epochs of both are counted."""
     flags, expected = variant
     path, epoch, count = tmp_path / "run", Trainer._epoch, 0
@@ -186,7 +198,7 @@ def test_seconds_go_on_counting(tmp_path, monkeypatch):
     assert 1000 < summary["seconds_total"] < 1010 and summary["seconds_weights"] == 600
 
 
-# --------------------------------------------------------------------------------------------- what is not resumed
+# ------------------------------------------------------------------------------ what is not resumed
 
 
 def damaged(path):
@@ -248,5 +260,7 @@ def test_without_a_name_the_last_run_is_resumed(tmp_path, monkeypatch, capsys):
     assert main([*quick, "--resume"]) == main(quick) == 0
     (tmp_path / "runs/digits-mlp-map-seed0.2/summary.json").unlink()
     assert main([*quick, "--resume"]) == 0
-    assert sorted(p.name for p in (tmp_path / "runs").glob("*/summary.json")) == ["summary.json"] * 2
+    assert (
+        sorted(p.name for p in (tmp_path / "runs").glob("*/summary.json")) == ["summary.json"] * 2
+    )
     assert "there is no checkpoint" in capsys.readouterr().err

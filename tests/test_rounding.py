@@ -1,4 +1,6 @@
-"""Networks in single precision: where rounding would decide the determinant, statistics are made in double."""
+"""Networks in single precision: where rounding would decide the determinant, statistics are made in
+double.
+"""
 
 import warnings
 
@@ -8,7 +10,13 @@ from cases import Shift
 from torch import nn
 
 from asdl_marglik import STRUCTURES
-from asdl_marglik.linalg import eigenvalues, gram_in_double, log_det_identity_plus, precision_of_sums, resolved
+from asdl_marglik.linalg import (
+    eigenvalues,
+    gram_in_double,
+    log_det_identity_plus,
+    precision_of_sums,
+    resolved,
+)
 from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, evidence_by_blocks
 
 
@@ -22,7 +30,9 @@ def both(make, evaluate):
     single = make().float()
     double = make().double()
     double.load_state_dict(single.state_dict())
-    return [evaluate(net, dtype) for net, dtype in ((single, torch.float32), (double, torch.float64))]
+    return [
+        evaluate(net, dtype) for net, dtype in ((single, torch.float32), (double, torch.float64))
+    ]
 
 
 def assert_same(found, rtol=1e-5):
@@ -32,7 +42,9 @@ def assert_same(found, rtol=1e-5):
 
 
 @pytest.mark.parametrize("structure", ["ntk", "full", "blockdiag"])
-@pytest.mark.parametrize("n, sides, sigma, precision", [(400, (8, 1), 0.01, 0.1), (150, (5, 2), 1e-2, 1e-2)])
+@pytest.mark.parametrize(
+    "n, sides, sigma, precision", [(400, (8, 1), 0.01, 0.1), (150, (5, 2), 1e-2, 1e-2)]
+)
 def test_more_rows_than_weights(structure, n, sides, sigma, precision):
     x, y = randn(n, sides[0]), randn(n, sides[1], seed=1)
 
@@ -66,7 +78,9 @@ def mlp():
 
 @pytest.mark.parametrize("prior", ["layerwise", "diagonal"])
 @pytest.mark.parametrize("precision", [1.0, 1e-4, 1e-7])
-@pytest.mark.parametrize("structure, kfac", [*((s, "expand") for s in STRUCTURES), ("kfac", "reduce")])
+@pytest.mark.parametrize(
+    "structure, kfac", [*((s, "expand") for s in STRUCTURES), ("kfac", "reduce")]
+)
 def test_rows_of_low_rank(structure, kfac, precision, prior):
     def evaluate(model, dtype):
         x, y = repeated(dtype)
@@ -80,7 +94,10 @@ def test_rows_of_low_rank(structure, kfac, precision, prior):
             augment=Shift(2),
         )
         evidence = ml(x, y)
-        return [evidence.log_det_ratio.detach(), *torch.autograd.grad(evidence.log_det_ratio, ml.hyperparameters())]
+        return [
+            evidence.log_det_ratio.detach(),
+            *torch.autograd.grad(evidence.log_det_ratio, ml.hyperparameters()),
+        ]
 
     assert_same(both(mlp, evaluate), rtol=1e-4)
 
@@ -90,7 +107,9 @@ def test_a_cached_block_follows_the_prior_to_where_single_precision_fails(struct
     def evaluate(model, dtype):
         x, y = repeated(dtype)
         prior = GaussianPrior(model, "layerwise", 10.0)
-        ml = MarginalLikelihood(model, "classification", n_data=120, prior=prior, structure=structure, outputs=1)
+        ml = MarginalLikelihood(
+            model, "classification", n_data=120, prior=prior, structure=structure, outputs=1
+        )
         ml.generator.manual_seed(3)
         cached = ml.cached(x, y)
         before = cached().total.detach()
@@ -99,7 +118,11 @@ def test_a_cached_block_follows_the_prior_to_where_single_precision_fails(struct
             prior.log_precision.fill_(-15.0)
         after = cached()
         assert torch.equal(ml.generator.get_state(), state)
-        return [before, after.total.detach(), *torch.autograd.grad(after.log_det_ratio, prior.log_precision)]
+        return [
+            before,
+            after.total.detach(),
+            *torch.autograd.grad(after.log_det_ratio, prior.log_precision),
+        ]
 
     assert_same(both(mlp, evaluate), rtol=1e-4)
 
@@ -122,7 +145,9 @@ def test_gradients_by_blocks_too():
     def evaluate(model, dtype):
         x, y = repeated(dtype)
         prior = GaussianPrior(model, "layerwise", 1e-6)
-        ml = MarginalLikelihood(model, "classification", n_data=120, prior=prior, structure="kfac", augment=Shift(2))
+        ml = MarginalLikelihood(
+            model, "classification", n_data=120, prior=prior, structure="kfac", augment=Shift(2)
+        )
         blocks = [(x[:60], y[:60]), (x[60:], y[60:])]
         evidence = evidence_by_blocks(ml, blocks, torch.Generator().manual_seed(0))()
         return [evidence.total.detach(), *torch.autograd.grad(evidence.total, ml.hyperparameters())]

@@ -28,24 +28,56 @@ from ntkmarglik.runs.summary import summarise
 
 ROOT = Path(__file__).parent.parent
 TINY = shlex.split(
-    "--model mlp --width 8 --n-data 64 --subset 16 --outputs 5 --epochs 3 --burnin 1 --frequency 1 --prior-steps 2 "
+    "--model mlp --width 8 --n-data 64 --subset 16 --outputs 5 --epochs 3 --burnin 1 --frequency 1 "
+    "--prior-steps 2 "
     "--aug-steps 2 --aug-samples 2 --batch-size 32"
 )
 SUMMARY = [
-    "method", "subset", "outputs", "seed", "n_data", "n_parameters", "test_accuracy", "test_log_likelihood",
-    "test_ece", "train_log_likelihood", "log_marglik", "log_marglik_status", "seconds_total", "seconds_weights",
-    "seconds_hyper", "peak_memory_bytes", "prior_precision", "augmentation", "versions", "commit",
-]  # fmt: skip
-METRICS = [
-    "epoch", "loss", "map_gradient_norm", "log_marglik", "log_marglik_error", "log_marglik_status",
-    "evidence_log_likelihood", "evidence_scatter", "evidence_log_det_ratio", "prior_precision",
-    "train_log_likelihood", "test_log_likelihood", "test_accuracy", "seconds_weights", "seconds_hyper",
+    "method",
+    "subset",
+    "outputs",
+    "seed",
+    "n_data",
+    "n_parameters",
+    "test_accuracy",
+    "test_log_likelihood",
+    "test_ece",
+    "train_log_likelihood",
+    "log_marglik",
+    "log_marglik_status",
+    "seconds_total",
+    "seconds_weights",
+    "seconds_hyper",
     "peak_memory_bytes",
-]  # fmt: skip
+    "prior_precision",
+    "augmentation",
+    "versions",
+    "commit",
+]
+METRICS = [
+    "epoch",
+    "loss",
+    "map_gradient_norm",
+    "log_marglik",
+    "log_marglik_error",
+    "log_marglik_status",
+    "evidence_log_likelihood",
+    "evidence_scatter",
+    "evidence_log_det_ratio",
+    "prior_precision",
+    "train_log_likelihood",
+    "test_log_likelihood",
+    "test_accuracy",
+    "seconds_weights",
+    "seconds_hyper",
+    "peak_memory_bytes",
+]
 
 
 def without_costs(metrics):
-    """Metrics but for time and memory, which differ from run to run, and the commit, which a colleague may make."""
+    """Metrics but for time and memory, which differ from run to run, and the commit, which a
+    colleague may make.
+    """
     changing = ("seconds_", "peak_memory_bytes", "commit")
     return {k: v for k, v in metrics.items() if not k.startswith(changing)}
 
@@ -53,7 +85,9 @@ def without_costs(metrics):
 def results(path):
     """Everything a run and its baseline computed."""
     folders = [path, path / "baseline"] if (path / "baseline").exists() else [path]
-    summaries = [without_costs(json.loads((folder / "summary.json").read_text())) for folder in folders]
+    summaries = [
+        without_costs(json.loads((folder / "summary.json").read_text())) for folder in folders
+    ]
     return summaries, [[without_costs(line) for line in read_metrics(folder)] for folder in folders]
 
 
@@ -69,7 +103,7 @@ def undrawn(monkeypatch):
     monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
 
 
-# ------------------------------------------------------------------------------------------------- what a run leaves
+# -------------------------------------------------------------------------------- what a run leaves
 
 
 def test_a_run_leaves_what_it_promises(out, capsys):
@@ -84,9 +118,13 @@ def test_a_run_leaves_what_it_promises(out, capsys):
     whole = json.loads((out / "summary.json").read_text())
     assert set(SUMMARY) <= set(whole)
     assert whole["seconds_total"] > whole["seconds_weights"] + whole["seconds_hyper"] > 0
-    assert [line["epoch"] for line in epochs] == [1, 2, 3] and set(METRICS) <= set(read_metrics(out)[-1])
+    assert [line["epoch"] for line in epochs] == [1, 2, 3] and set(METRICS) <= set(
+        read_metrics(out)[-1]
+    )
     assert (learned["method"], fixed["method"], learned["augmentation"]) == ("ntk", "map", None)
-    assert list(fixed["prior_precision"].values()) == pytest.approx([Config().hyperparameters.prior_precision] * 4)
+    assert list(fixed["prior_precision"].values()) == pytest.approx(
+        [Config().hyperparameters.prior_precision] * 4
+    )
     assert len(set(learned["prior_precision"].values())) == len(learned["prior_precision"]) == 4
     state = torch.load(out / "checkpoint.pt", weights_only=True)
     assert state["epoch"] == 3
@@ -146,10 +184,13 @@ def test_the_baseline_learns_nothing_and_is_measured_like_the_run():
     flipped = baseline_of(config.updated(flip=True))
     assert (flipped.hyperparameters.augment, flipped.hyperparameters.aug_init) == ("affine", 0.0)
     problem = prepare(fixed, load("digits", "data", n_data=64))
-    assert Map(problem, METHODS["kfac"](prepare(config, problem.data)).structure).ml.structure == "kfac"
+    assert (
+        Map(problem, METHODS["kfac"](prepare(config, problem.data)).structure).ml.structure
+        == "kfac"
+    )
 
 
-# ------------------------------------------------------------------------------------------------ every model, method
+# ------------------------------------------------------------------------------ every model, method
 
 SMALL = {"mlp": 8, "resnet": 2, "resnet50": 4, "wrn": 1, "resnet_norm": 2}
 
@@ -160,9 +201,22 @@ def test_every_model_takes_two_steps_with_every_method(model, method, tmp_path):
     few = load("digits", "data", n_data=8)
     data = Dataset("digits", few.x_train, few.y_train, few.x_test[:8], few.y_test[:8], 10)
     config = Config().updated(
-        model=model, method=method, width=SMALL.get(model, 0), depth=10, n_data=8, batch_size=4, subset=4, outputs=10,
-        epochs=1, burnin=1, frequency=1, prior_steps=1, samples=1, solver_passes=1, ladder=2,
-    )  # fmt: skip
+        model=model,
+        method=method,
+        width=SMALL.get(model, 0),
+        depth=10,
+        n_data=8,
+        batch_size=4,
+        subset=4,
+        outputs=10,
+        epochs=1,
+        burnin=1,
+        frequency=1,
+        prior_steps=1,
+        samples=1,
+        solver_passes=1,
+        ladder=2,
+    )
     problem = prepare(config, data)
     preflight.check_sizes(config, problem)
     trainer = Trainer(problem, METHODS[method](problem))
@@ -172,7 +226,7 @@ def test_every_model_takes_two_steps_with_every_method(model, method, tmp_path):
     assert torch.tensor(summarise(trainer)["log_marglik"]).isfinite()
 
 
-# ------------------------------------------------------------------------------------------------- before training
+# ---------------------------------------------------------------------------------- before training
 
 
 @pytest.mark.parametrize(
@@ -184,7 +238,10 @@ def test_every_model_takes_two_steps_with_every_method(model, method, tmp_path):
         ("--dataset mnist --data-root nowhere", ["nowhere/mnist", "train-images-idx3-ubyte.gz"]),
         ("--dataset mnits", ["'mnits'", "'mnist'"]),
         ("--subset 64 --outputs 10 --memory-budget 1e-3", ["64 data", "--outputs 1 or", "kfac"]),
-        ("--method full --subset 64 --memory-budget 1e-4", ["full", "--subset ", "--memory-budget"]),
+        (
+            "--method full --subset 64 --memory-budget 1e-4",
+            ["full", "--subset ", "--memory-budget"],
+        ),
         ("--model resnet --depth 20", ["20", "18"]),
         ("--burnin 9", ["--epochs 3", "--burnin 1 --frequency 1", "--method map"]),
         ("--lr 0", ["--lr", "greater than 0"]),
@@ -203,7 +260,18 @@ def test_what_cannot_work_is_refused_before_training(flags, parts, out, capsys, 
 
 
 def test_the_subset_that_is_suggested_for_the_memory_is_accepted(out, capsys):
-    tight = [*TINY, "--n-data", "640", "--subset", "640", "--memory-budget", "0.01", "--out", str(out), "--dry-run"]
+    tight = [
+        *TINY,
+        "--n-data",
+        "640",
+        "--subset",
+        "640",
+        "--memory-budget",
+        "0.01",
+        "--out",
+        str(out),
+        "--dry-run",
+    ]
     assert main(tight) == 2
     suggested = capsys.readouterr().err.split("--subset ")[1].split()[0]
     assert main([*tight, "--subset", suggested]) == 0
@@ -223,7 +291,15 @@ def test_a_larger_memory_budget_reaches_the_library(out):
 def test_a_dry_run_tells_sizes_and_writes_nothing(flags, out, capsys):
     assert main([*TINY, "--dry-run", *flags.split()]) == 0
     printed = capsys.readouterr().out
-    for part in ("epochs: 3", "64 training", "610 parameters", "rows", "GB allowed", "3 epochs x 2 steps", "s in all"):
+    for part in (
+        "epochs: 3",
+        "64 training",
+        "610 parameters",
+        "rows",
+        "GB allowed",
+        "3 epochs x 2 steps",
+        "s in all",
+    ):
         assert part in printed, part
     assert list(out.parent.iterdir()) == []
 
@@ -245,7 +321,9 @@ def test_a_small_network_gets_one_thread(monkeypatch):
 def test_blocks_are_drawn_independently_of_batches():
     problem = prepare(parse(TINY), load("digits", "data", n_data=64))
     batches = Trainer(problem, Map(problem)).batches
-    assert not torch.equal(torch.randperm(64, generator=problem.generator), torch.randperm(64, generator=batches))
+    assert not torch.equal(
+        torch.randperm(64, generator=problem.generator), torch.randperm(64, generator=batches)
+    )
 
 
 def test_rounds_follow_burnin_and_frequency():
@@ -253,7 +331,7 @@ def test_rounds_follow_burnin_and_frequency():
     assert hyper_epochs(training) == [10, 15, 20]
 
 
-# -------------------------------------------------------------------------------------------- what a run survives
+# ------------------------------------------------------------------------------ what a run survives
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_metrics(out, capsys, monkeypatch):
@@ -268,7 +346,8 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_metrics(out, cap
     message = capsys.readouterr().err
     assert "nan in epoch 3" in message and "up to epoch 2" in message and "--lr" in message
     assert [line["epoch"] for line in read_metrics(out)] == [1, 2]
-    assert checkpoint.load(out / "checkpoint.pt")["epoch"] == 1  # the next would have been due later
+    # the next would have been due later
+    assert checkpoint.load(out / "checkpoint.pt")["epoch"] == 1
 
 
 def test_an_absurd_learning_rate_is_an_error_message(out, capsys):
@@ -280,11 +359,17 @@ def test_an_absurd_learning_rate_is_an_error_message(out, capsys):
 def test_a_full_disk_costs_files_but_not_the_result(tmp_path):
     """Really full: the process may write files of 500 bytes only."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))"
-    code = f"{limit}\nimport sys\nfrom ntkmarglik.programs.classify.run import main\nsys.exit(main(sys.argv[1:]))"
+    code = (
+        f"{limit}\nimport sys\nfrom ntkmarglik.programs.classify.run import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, *TINY, "--out", str(tmp_path / "run")],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "test accuracy" in done.stdout and "MAP baseline" in done.stdout
     for name in ("checkpoint.pt", "metrics.jsonl", "summary.json", "figure.png"):

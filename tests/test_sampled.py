@@ -1,4 +1,6 @@
-"""Sampled linearised Laplace against exact linear algebra: samples, effective dimension, prior updates, evidence."""
+"""Sampled linearised Laplace against exact linear algebra: samples, effective dimension, prior
+updates, evidence.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,11 @@ class Exact:
         self.x = torch.randn(N, 4, dtype=torch.float64)
         regression = likelihood != "classification"
         noise = torch.randn(N, 2, dtype=torch.float64)
-        self.y = 2 * self.x[:, :2] + self.x[:, 2:].sin() + noise if regression else torch.randint(3, (N,))
+        self.y = (
+            2 * self.x[:, :2] + self.x[:, 2:].sin() + noise
+            if regression
+            else torch.randint(3, (N,))
+        )
         self.likelihood = Gaussian(0.6) if regression else Categorical(temperature=0.8)
         self.prior = GaussianPrior(self.model, structure, precision=precision)
         self.loader = list(zip(self.x.split(BATCH), self.y.split(BATCH), strict=True))
@@ -45,7 +51,9 @@ class Exact:
 
     def a(self, log_precision=None):
         values = self.prior.log_precision if log_precision is None else log_precision
-        pieces = [values[self.prior.groups[n]].expand(p.numel()) for n, p in self.model.named_parameters()]
+        pieces = [
+            values[self.prior.groups[n]].expand(p.numel()) for n, p in self.model.named_parameters()
+        ]
         return torch.cat(pieces).exp()
 
     @property
@@ -63,9 +71,16 @@ class Exact:
     def sampled(self, samples=8, solver=EXACT, seed=1, **options):
         generator = torch.Generator().manual_seed(seed)
         return SampledLaplace(
-            self.model, self.likelihood, n_data=N, prior=self.prior, samples=samples, solver=solver,
-            together=options.pop("together", samples), generator=generator, **options,
-        )  # fmt: skip
+            self.model,
+            self.likelihood,
+            n_data=N,
+            prior=self.prior,
+            samples=samples,
+            solver=solver,
+            together=options.pop("together", samples),
+            generator=generator,
+            **options,
+        )
 
 
 @pytest.fixture(params=["classification", "regression"])
@@ -73,7 +88,7 @@ def exact(request):
     return Exact(request.param)
 
 
-# ------------------------------------------------------------------------------------------------------------ samples
+# ------------------------------------------------------------------------------------------ samples
 
 
 def test_products_are_those_of_the_matrices(exact):
@@ -88,12 +103,14 @@ def test_samples_have_the_covariance_of_the_posterior(exact):
     k = 1000
     posterior = exact.sampled(k).fit(exact.loader)
     assert max(posterior.diagnostics()["residuals"]) < 1e-5
-    white = posterior.weight_samples @ torch.linalg.cholesky(exact.h)  # N(0, I) if they are N(0, H^-1)
+    # N(0, I) if they are N(0, H^-1)
+    white = posterior.weight_samples @ torch.linalg.cholesky(exact.h)
     covariance = white.mT @ white / k
     error = covariance - torch.eye(len(exact.w), dtype=torch.float64)
     d = len(exact.w)
     assert error.abs().max() < 5.5 / k**0.5 * 2**0.5
-    assert error.square().sum().item() == pytest.approx(d * (d + 1) / k, rel=0.2)  # its expectation under Wishart
+    # its expectation under Wishart
+    assert error.square().sum().item() == pytest.approx(d * (d + 1) / k, rel=0.2)
     assert white.mean(0).abs().max() < 5 / k**0.5
 
 
@@ -101,7 +118,9 @@ def test_noise_of_the_data_has_the_curvature_as_covariance(exact):
     k = 2000
     u = exact.sampled(k).system(exact.loader).data_noise(exact.w[:1])
     scale = exact.m.diagonal().sqrt()
-    assert ((u.mT @ u / k - exact.m) / (scale.unsqueeze(0) * scale.unsqueeze(1))).abs().max() < 8 / k**0.5
+    assert (
+        (u.mT @ u / k - exact.m) / (scale.unsqueeze(0) * scale.unsqueeze(1))
+    ).abs().max() < 8 / k**0.5
 
 
 def test_both_objectives_have_the_gradient_of_the_system(exact):
@@ -114,13 +133,20 @@ def test_both_objectives_have_the_gradient_of_the_system(exact):
         whole[noise_in] = torch.stack(parts).mean(0)
     torch.testing.assert_close(whole["prior"], whole["data"])
     torch.testing.assert_close(whole["prior"], z @ exact.h - prior_noise - posterior._u)
-    for noise_in, target in (("prior", (prior_noise + posterior._u)[1:3]), ("data", prior_noise[1:3])):
-        parts = [system.gradient(z[1:3], b, range(1, 3), target, noise_in) for b in system.batches()]
+    for noise_in, target in (
+        ("prior", (prior_noise + posterior._u)[1:3]),
+        ("data", prior_noise[1:3]),
+    ):
+        parts = [
+            system.gradient(z[1:3], b, range(1, 3), target, noise_in) for b in system.batches()
+        ]
         torch.testing.assert_close(torch.stack(parts).mean(0), whole["prior"][1:3])
 
 
 def test_gradient_noise_is_as_predicted():
-    """Per datum: tr M_i - tr M_i^2 H^-1 with the noise in the data, tr M_i^2 H^-1 with it in the prior."""
+    """Per datum: tr M_i - tr M_i^2 H^-1 with the noise in the data, tr M_i^2 H^-1 with it in the
+    prior.
+    """
     exact, k = Exact(), 800
     single = list(zip(exact.x.split(1), exact.y.split(1), strict=True))
     system = exact.sampled(k).system(single)
@@ -140,28 +166,42 @@ def test_gradient_noise_is_as_predicted():
     assert sum(moments["data"]).item() == pytest.approx(plain.sum().item(), rel=0.06)
 
 
-@pytest.mark.parametrize("exact, noise_in", [("classification", "prior"), ("regression", "data")], indirect=["exact"])
+@pytest.mark.parametrize(
+    "exact, noise_in", [("classification", "prior"), ("regression", "data")], indirect=["exact"]
+)
 def test_stochastic_gradients_reach_the_same_samples(exact, noise_in):
     expected = exact.sampled(4).fit(exact.loader)
     settings = Sgd(passes=60, noise_in=noise_in)
     found = exact.sampled(4, settings).fit(exact.loader)
-    error = (found.weight_samples - expected.weight_samples).norm(dim=1) / expected.weight_samples.norm(dim=1)
+    error = (found.weight_samples - expected.weight_samples).norm(
+        dim=1
+    ) / expected.weight_samples.norm(dim=1)
     assert error.max() < 0.1
     assert max(found.diagnostics()["residuals"]) < 0.1
     assert (found.mode - expected.mode).norm() < 0.15 * expected.mode.norm()
 
 
 def test_few_steps_are_visible_in_the_residual(exact):
-    rough = exact.sampled(2, ConjugateGradients(tolerance=1e-10, max_iterations=3)).fit(exact.loader)
+    rough = exact.sampled(2, ConjugateGradients(tolerance=1e-10, max_iterations=3)).fit(
+        exact.loader
+    )
     assert rough.diagnostics()["steps"] == 3 and max(rough.diagnostics()["residuals"]) > 1e-4
 
 
 def test_errors_bound_what_residuals_hide():
-    """Where M is steep against A, |r| / |b| is small long before the flat directions are solved for."""
+    """Where M is steep against A, |r| / |b| is small long before the flat directions are solved
+    for.
+    """
     exact = Exact(precision=0.01)
     rough = exact.sampled(4, ConjugateGradients(tolerance=0.02)).fit(exact.loader)
-    residuals, errors = (torch.tensor(rough.diagnostics()[name]) for name in ("residuals", "errors"))
-    z = exact.sampled(4, ConjugateGradients(tolerance=1e-10, max_iterations=1000)).fit(exact.loader).weight_samples
+    residuals, errors = (
+        torch.tensor(rough.diagnostics()[name]) for name in ("residuals", "errors")
+    )
+    z = (
+        exact.sampled(4, ConjugateGradients(tolerance=1e-10, max_iterations=1000))
+        .fit(exact.loader)
+        .weight_samples
+    )
     wrong = rough.weight_samples - z
 
     def length(v):
@@ -200,7 +240,7 @@ def test_rows_make_a_preconditioner():
     torch.testing.assert_close(*z, rtol=1e-3, atol=1e-3)
 
 
-# ---------------------------------------------------------------------------------------------- dimension and the prior
+# -------------------------------------------------------------------------- dimension and the prior
 
 
 def test_effective_dimension_both_ways(exact):
@@ -214,11 +254,16 @@ def test_effective_dimension_both_ways(exact):
 
 
 def test_one_sample_is_as_good_as_predicted():
-    """Variance of one sample's estimate: 2 tr (H^-1 M)^2 in function space, 2 tr (A H^-1)^2 in weight space."""
+    """Variance of one sample's estimate: 2 tr (H^-1 M)^2 in function space, 2 tr (A H^-1)^2 in
+    weight space.
+    """
     exact = Exact()
     posterior = exact.sampled(1500).fit(exact.loader)
     inverse = exact.h.inverse()
-    for space, matrix in (("function", inverse @ exact.m), ("weight", inverse * exact.a().detach())):
+    for space, matrix in (
+        ("function", inverse @ exact.m),
+        ("weight", inverse * exact.a().detach()),
+    ):
         predicted = (2 * (matrix @ matrix).trace()).sqrt().item()
         measured = posterior.effective_dimension(space).standard_error * 1500**0.5
         assert measured == pytest.approx(predicted, rel=0.08)
@@ -230,7 +275,9 @@ def log_evidence(exact, log_precision):
     """log N(Y | J mu-shifted mean, ...) of the linear regression model, by its dense covariance."""
     j = exact.j.flatten(0, 1)
     mean = (exact.f - torch.einsum("ncp,p->nc", exact.j, exact.w)).flatten()
-    covariance = (j / exact.a(log_precision)) @ j.mT + 0.6**2 * torch.eye(len(j), dtype=torch.float64)
+    covariance = (j / exact.a(log_precision)) @ j.mT + 0.6**2 * torch.eye(
+        len(j), dtype=torch.float64
+    )
     return torch.distributions.MultivariateNormal(mean, covariance).log_prob(exact.y.flatten())
 
 
@@ -241,7 +288,10 @@ def updated(exact, log_precision):
     theta = inverse @ torch.einsum("ncp,ncd,nd->p", exact.j, exact.b, targets)
     sizes = [(exact.prior.groups[name], p.numel()) for name, p in exact.model.named_parameters()]
     group = torch.cat([torch.full((size,), index) for index, size in sizes])
-    sums = [torch.zeros_like(log_precision).index_add(0, group, v) for v in ((exact.m @ inverse).diagonal(), theta**2)]
+    sums = [
+        torch.zeros_like(log_precision).index_add(0, group, v)
+        for v in ((exact.m @ inverse).diagonal(), theta**2)
+    ]
     return sums[0].log() - sums[1].log()
 
 
@@ -265,10 +315,13 @@ def test_the_fixed_point_of_prior_updates_maximises_the_evidence(structure):
     for _ in range(8):
         posterior.update_prior(exact.loader)
     slope = torch.autograd.functional.jacobian(lambda v: updated(exact, v), leaf.detach())
-    response = torch.linalg.inv(torch.eye(len(leaf), dtype=torch.float64) - slope)  # of the fixed point to log gamma
+    # of the fixed point to log gamma
+    response = torch.linalg.inv(torch.eye(len(leaf), dtype=torch.float64) - slope)
     gamma = posterior.effective_dimension()
     error = (response * gamma.group_errors / gamma.groups).square().sum(1).sqrt()
-    assert ((exact.prior.log_precision - leaf).detach().abs() < 3.5 * error + 0.003).all() and error.max() < 0.2
+    assert (
+        (exact.prior.log_precision - leaf).detach().abs() < 3.5 * error + 0.003
+    ).all() and error.max() < 0.2
 
 
 def test_the_update_is_the_root_of_the_evidence_gradient():
@@ -279,7 +332,9 @@ def test_the_update_is_the_root_of_the_evidence_gradient():
     squares = LinearModel(posterior.system(exact.loader), True).squares(posterior.mode)
     torch.testing.assert_close(gradient, (exact.gammas() - leaf.detach().exp() * squares) / 2)
     counts = torch.tensor([10.0, 1.0], dtype=torch.float64)
-    kept = mackay(torch.tensor([-3.0, 1.4], dtype=torch.float64), torch.ones(2, dtype=torch.float64), counts)
+    kept = mackay(
+        torch.tensor([-3.0, 1.4], dtype=torch.float64), torch.ones(2, dtype=torch.float64), counts
+    )
     assert kept.tolist() == [1.0, 0.5]  # estimates outside of (0, P_l) are brought back
 
 
@@ -288,13 +343,19 @@ def test_the_mode_is_that_of_the_linear_model(exact):
     theta = posterior.mode.clone().requires_grad_()
     h = exact.f + torch.einsum("ncp,p->nc", exact.j, theta - exact.w)
     tau = exact.likelihood.log_temperature.exp().item()
-    loss = -exact.likelihood.log_prob(h, exact.y).sum() / tau + (exact.a().detach() * theta.square()).sum() / 2
+    loss = (
+        -exact.likelihood.log_prob(h, exact.y).sum() / tau
+        + (exact.a().detach() * theta.square()).sum() / 2
+    )
     (gradient,) = torch.autograd.grad(loss, theta)
     assert gradient.norm() < 1e-4
     no_offset = exact.sampled(1, ConjugateGradients(tolerance=1e-8), offset=False).fit(exact.loader)
     theta = no_offset.mode.clone().requires_grad_()
     h = torch.einsum("ncp,p->nc", exact.j, theta)
-    loss = -exact.likelihood.log_prob(h, exact.y).sum() / tau + (exact.a().detach() * theta.square()).sum() / 2
+    loss = (
+        -exact.likelihood.log_prob(h, exact.y).sum() / tau
+        + (exact.a().detach() * theta.square()).sum() / 2
+    )
     assert torch.autograd.grad(loss, theta)[0].norm() < 1e-4
 
 
@@ -319,11 +380,21 @@ def test_the_g_prior_does_not_see_the_scale_of_features():
             model = Rescaled(c)
             prior = GaussianPrior(model, "scalar", precision=2.0)
             posterior = SampledLaplace(
-                model, "classification", n_data=N, prior=prior, samples=2, solver=EXACT, scaling=scaling, together=2,
+                model,
+                "classification",
+                n_data=N,
+                prior=prior,
+                samples=2,
+                solver=EXACT,
+                scaling=scaling,
+                together=2,
                 generator=torch.Generator().manual_seed(3),
-            ).fit(exact.loader)  # fmt: skip
+            ).fit(exact.loader)
             posterior.update_prior(exact.loader)
-            logits[scaling, c], precisions[scaling, c] = posterior.sample_logits(exact.x), prior.precision.item()
+            logits[scaling, c], precisions[scaling, c] = (
+                posterior.sample_logits(exact.x),
+                prior.precision.item(),
+            )
     torch.testing.assert_close(logits["g-prior", 1.0], logits["g-prior", 3.0], rtol=1e-5, atol=1e-6)
     assert (logits["none", 1.0] - logits["none", 3.0]).abs().max() > 0.1
     assert precisions["none", 1.0] != pytest.approx(precisions["none", 3.0], rel=0.05)
@@ -331,7 +402,9 @@ def test_the_g_prior_does_not_see_the_scale_of_features():
 
 def test_the_scales_of_the_g_prior_are_the_curvature_of_features():
     exact = Exact()
-    posterior = exact.sampled(1500, ConjugateGradients(tolerance=1e-2), scaling="g-prior").fit(exact.loader)
+    posterior = exact.sampled(1500, ConjugateGradients(tolerance=1e-2), scaling="g-prior").fit(
+        exact.loader
+    )
     expected = exact.m.diagonal().rsqrt()
     torch.testing.assert_close(posterior.linear.scale, expected, rtol=0.1, atol=0)
     again = posterior.weight_samples.clone()

@@ -1,4 +1,6 @@
-"""The evidence from samples: the ladder of precisions against exact determinants, and against the bounds."""
+"""The evidence from samples: the ladder of precisions against exact determinants, and against the
+bounds.
+"""
 
 import math
 
@@ -37,12 +39,17 @@ def test_the_evidence_is_that_of_the_exact_estimator(kind):
     exact = Exact(kind)
     posterior = exact.sampled(60, ROUGH).fit(exact.loader)
     found = posterior.log_evidence(exact.loader, at="weights")
-    ml = MarginalLikelihood(exact.model, exact.likelihood, n_data=N, prior=exact.prior, structure="full")
+    ml = MarginalLikelihood(
+        exact.model, exact.likelihood, n_data=N, prior=exact.prior, structure="full"
+    )
     truth = ml(exact.x, exact.y)
     assert truth.status == "exact" and found.status == "approximation"
     assert found.log_likelihood.item() == pytest.approx(truth.log_likelihood.item())
     assert found.scatter.item() == pytest.approx(truth.scatter.item())
-    assert abs(found.total - truth.total).item() < 4 * found.standard_error + 0.01 * truth.log_det_ratio.item()
+    assert (
+        abs(found.total - truth.total).item()
+        < 4 * found.standard_error + 0.01 * truth.log_det_ratio.item()
+    )
     room = 4 * found.standard_error
     assert found.bracket[0] - room < truth.total.item() < found.bracket[1] + room
     assert found.bracket[0] < found.total.item() < found.bracket[1]
@@ -57,7 +64,13 @@ def test_blocks_bound_what_samples_estimate():
     """The bound of a partition lies below the sampled evidence of the same weights and prior."""
     exact = Exact()
     ml = MarginalLikelihood(
-        exact.model, exact.likelihood, n_data=N, prior=exact.prior, structure="ntk", outputs=1, root="fisher"
+        exact.model,
+        exact.likelihood,
+        n_data=N,
+        prior=exact.prior,
+        structure="ntk",
+        outputs=1,
+        root="fisher",
     )
     blocks = [ml(exact.x[b.index], exact.y[b.index], block=b) for b in Partition(N, 3, 10, 1)]
     bound = torch.stack([e.total for e in blocks]).mean().item()

@@ -1,4 +1,6 @@
-"""Sampled linearised Laplace where it used to be wrong without a word: no signal, stale weights, NaN, brackets."""
+"""Sampled linearised Laplace where it used to be wrong without a word: no signal, stale weights,
+NaN, brackets.
+"""
 
 import math
 import time
@@ -12,7 +14,13 @@ from test_sampled_runner import FLAGS
 from torch import nn
 
 from asdl_marglik import checksum
-from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, MarglikError, SampledLaplace
+from laplace_marglik import (
+    Gaussian,
+    GaussianPrior,
+    MarginalLikelihood,
+    MarglikError,
+    SampledLaplace,
+)
 from laplace_marglik.posterior.sampled import ConjugateGradients, LadderEvidence, Sgd
 from laplace_marglik.posterior.sampled.dimension import NEGLIGIBLE, PriorStep
 from ntkmarglik.learn.methods.sampled import Sampled
@@ -22,12 +30,18 @@ INPUTS, HIDDEN = 4, 10
 
 
 class Task:
-    """A small network and targets: "noise", "zero", "signal" or "labels", which are random classes."""
+    """A small network and targets: "noise", "zero", "signal" or "labels", which are random
+    classes.
+    """
 
-    def __init__(self, targets, structure="layerwise", precision=1.0, outputs=1, dtype=torch.float32):
+    def __init__(
+        self, targets, structure="layerwise", precision=1.0, outputs=1, dtype=torch.float32
+    ):
         torch.manual_seed(0)
         outputs = 3 if targets == "labels" else outputs
-        self.model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs)).to(dtype)
+        self.model = nn.Sequential(
+            nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, outputs)
+        ).to(dtype)
         self.x = torch.randn(40, INPUTS, dtype=dtype)
         self.y = {
             "noise": lambda: torch.randn(40, outputs, dtype=dtype),
@@ -71,7 +85,7 @@ def all_finite(posterior, loader):
     return all(value.isfinite().all() for value in values)
 
 
-# --------------------------------------------------------------------------------------------------------- no signal
+# ---------------------------------------------------------------------------------------- no signal
 
 
 @pytest.mark.parametrize(
@@ -92,17 +106,22 @@ def test_targets_without_signal_switch_groups_off_and_say_so(targets, structure,
     task = Task(targets, structure)
     posterior = task.sampled(**options).fit(task.loader)
     said, seconds = learned(posterior, task.loader, 30)
-    assert said and all("prior's group" in message and "check the targets" in message for message in said)
+    assert said and all(
+        "prior's group" in message and "check the targets" in message for message in said
+    )
     assert all_finite(posterior, task.loader)
     assert task.prior.precision.max() < 1e8
     assert sum(seconds[-5:]) < 2 * sum(seconds[:5]) + 0.2
     before = task.prior.precision.detach().clone()
     learned(posterior, task.loader, 3)
-    torch.testing.assert_close(task.prior.precision.detach(), before, rtol=0.5, atol=0)  # it has come to rest
+    # it has come to rest
+    torch.testing.assert_close(task.prior.precision.detach(), before, rtol=0.5, atol=0)
 
 
 def test_nothing_is_lost_where_a_precision_stops():
-    """At rest the evidence is that of an infinite precision, of N(0, I) without the network's linear part."""
+    """At rest the evidence is that of an infinite precision, of N(0, I) without the network's
+    linear part.
+    """
     task = Task("zero", dtype=torch.float64)
     posterior = task.sampled(16).fit(task.loader)
     learned(posterior, task.loader, 20)
@@ -111,7 +130,9 @@ def test_nothing_is_lost_where_a_precision_stops():
         flat = torch.cat([p.flatten() for p in task.model.parameters()])
     pushed = posterior.linear.jvp(task.x, flat.unsqueeze(0))[1][0]
     limit = task.likelihood.log_prob(f - pushed, task.y).sum().item()
-    assert posterior.log_evidence(task.loader).total.item() == pytest.approx(limit, abs=2 * NEGLIGIBLE)
+    assert posterior.log_evidence(task.loader).total.item() == pytest.approx(
+        limit, abs=2 * NEGLIGIBLE
+    )
 
 
 @pytest.mark.parametrize("start", [1e-3, 1.0, 1e8])
@@ -135,7 +156,10 @@ def test_groups_of_one_weight_learn_from_the_data(space):
     j, delta = torch.cat([task.x, torch.ones(40, 1)], 1), torch.ones(2, dtype=torch.float64)
     for _ in range(50):
         inverse = torch.linalg.inv(j.mT @ j + torch.diag(delta[[0] * INPUTS + [1]]))
-        squares, kept = (inverse @ j.mT @ (task.y + 1)).flatten().square(), (inverse @ j.mT @ j).diagonal()
+        squares, kept = (
+            (inverse @ j.mT @ (task.y + 1)).flatten().square(),
+            (inverse @ j.mT @ j).diagonal(),
+        )
         delta = torch.stack([kept[:-1].sum() / squares[:-1].sum(), kept[-1] / squares[-1]])
     posterior = task.sampled(200, ROUGH).fit(task.loader)
     said, _ = learned(posterior, task.loader, 10, space)
@@ -144,10 +168,15 @@ def test_groups_of_one_weight_learn_from_the_data(space):
 
 
 def test_the_pull_of_the_data_is_the_effective_dimension():
-    """Unbiased in every group, and with a relative variance of at most 2 / k however small that is."""
+    """Unbiased in every group, and with a relative variance of at most 2 / k however small that
+    is.
+    """
     for precision in (0.7, 1e5):
         exact, k = Exact("regression", precision=precision), 1500
-        found, truth = exact.sampled(k, ROUGH).fit(exact.loader).effective_dimension("pull"), exact.gammas()
+        found, truth = (
+            exact.sampled(k, ROUGH).fit(exact.loader).effective_dimension("pull"),
+            exact.gammas(),
+        )
         assert ((found.groups - truth).abs() < 5 * found.group_errors).all()
         assert (found.group_errors * k**0.5 < 1.15 * 2**0.5 * truth).all()
 
@@ -158,7 +187,9 @@ def test_a_precision_rises_only_while_it_matters():
     step = PriorStep.towards(wanted, gamma, torch.zeros(4))
     assert step.change.exp().tolist() == pytest.approx([1.1, 1.0, 1.0, 1000.0])
     assert step.switched_off.tolist() == [False, True, False, False]
-    down = PriorStep.towards(torch.full((1,), 1e-2, dtype=torch.float64), torch.full((1,), 1e-9), torch.zeros(1))
+    down = PriorStep.towards(
+        torch.full((1,), 1e-2, dtype=torch.float64), torch.full((1,), 1e-9), torch.zeros(1)
+    )
     assert down.change.exp().item() == pytest.approx(1e-2) and not down.switched_off.any()
 
 
@@ -177,13 +208,17 @@ def test_weights_that_the_data_do_not_see_keep_their_precision():
     posterior = task.sampled().fit(task.loader)
     learned(posterior, task.loader, 10)
     precisions = task.prior.precisions()
-    assert precisions["idle"].item() == pytest.approx(0.3) and precisions["used.weight"].item() != pytest.approx(0.3)
+    assert precisions["idle"].item() == pytest.approx(0.3) and precisions[
+        "used.weight"
+    ].item() != pytest.approx(0.3)
     assert all_finite(posterior, task.loader)
 
 
 def test_a_stiff_group_does_not_hide_the_others_from_the_solver():
     """Precisions of 1 and 1e8: samples of the loose groups are as exact as with it left out."""
-    task = Task("signal", precision={"0.weight": 1.0, "0.bias": 1.0, "2.weight": 1.0, "2.bias": 1e8})
+    task = Task(
+        "signal", precision={"0.weight": 1.0, "0.bias": 1.0, "2.weight": 1.0, "2.bias": 1e8}
+    )
     posterior = task.sampled().fit(task.loader)
     assert posterior.diagnostics()["steps"] < 60 and max(posterior.diagnostics()["errors"]) < 0.05
 
@@ -193,16 +228,25 @@ def test_a_step_that_fails_leaves_everything_as_it_was(fault, monkeypatch):
     task = Task("signal")
     posterior = task.sampled().fit(task.loader)
     learned(posterior, task.loader, 1)
-    prior, z, mode = (t.detach().clone() for t in (task.prior.precision, posterior.weight_samples, posterior.mode))
+    prior, z, mode = (
+        t.detach().clone() for t in (task.prior.precision, posterior.weight_samples, posterior.mode)
+    )
     expected, prediction = posterior.diagnostics(), posterior.predict(task.x)
     where = "laplace_marglik.posterior.sampled"
     if fault == "precision":
-        monkeypatch.setattr(f"{where}.posterior.mackay", lambda gamma, squares, counts: gamma * math.nan)
+        monkeypatch.setattr(
+            f"{where}.posterior.mackay", lambda gamma, squares, counts: gamma * math.nan
+        )
     elif fault == "samples":
-        monkeypatch.setattr(f"{where}.samples.conjugate_gradients", lambda product, b, z, *_: z.fill_(math.nan) is None)
+        monkeypatch.setattr(
+            f"{where}.samples.conjugate_gradients",
+            lambda product, b, z, *_: z.fill_(math.nan) is None,
+        )
     else:
         broken = SampledLaplace._solve_mode
-        monkeypatch.setattr(SampledLaplace, "_solve_mode", lambda self, system: broken(self, system.at(math.nan)))
+        monkeypatch.setattr(
+            SampledLaplace, "_solve_mode", lambda self, system: broken(self, system.at(math.nan))
+        )
     with pytest.raises(MarglikError, match=r"prior's groups? .*0\.weight"):
         posterior.update_prior(task.loader)
     monkeypatch.undo()
@@ -235,7 +279,7 @@ def test_samples_that_moved_before_a_failure_have_to_be_fitted_again(monkeypatch
     posterior.refit(task.loader).predict(task.x)
 
 
-# ----------------------------------------------------------------------------------------------------- changed weights
+# ---------------------------------------------------------------------------------- changed weights
 
 
 def change(posterior, how):
@@ -246,7 +290,9 @@ def change(posterior, how):
     elif how == "data":
         weight.data += 0.1
     elif how == "one":
-        weight.data[0, 0] = torch.nextafter(weight.data[0, 0], torch.tensor(9.0, dtype=weight.dtype))
+        weight.data[0, 0] = torch.nextafter(
+            weight.data[0, 0], torch.tensor(9.0, dtype=weight.dtype)
+        )
     elif how == "sign":
         weight.data[0].neg_()
     elif how == "swap":
@@ -259,7 +305,9 @@ def change(posterior, how):
         posterior.likelihood.log_sigma.data += 0.1
 
 
-@pytest.mark.parametrize("how", ["added", "data", "one", "sign", "swap", "replaced", "prior", "noise"])
+@pytest.mark.parametrize(
+    "how", ["added", "data", "one", "sign", "swap", "replaced", "prior", "noise"]
+)
 def test_what_has_changed_since_the_fit_is_noticed(how):
     exact = Exact("regression")
     posterior = exact.sampled(2, ROUGH).fit(exact.loader)
@@ -291,7 +339,7 @@ def test_checksums_are_those_of_values():
     assert len(checksum([values, torch.zeros(0), torch.ones(())])) == 3
 
 
-# ----------------------------------------------------------------------------------------------------------- NaN data
+# ----------------------------------------------------------------------------------------- NaN data
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -304,10 +352,17 @@ def test_data_that_are_not_finite_are_named(what, message, value, solver):
     bad[what][17, 0] = value
     loader = list(zip(bad["x"].split(BATCH), bad["y"].split(BATCH), strict=True))
     z, precision = posterior.weight_samples.clone(), exact.prior.precision.detach().clone()
-    for use in (posterior.refit, posterior.update_prior, posterior.log_evidence, exact.sampled(2, solver).fit):
+    for use in (
+        posterior.refit,
+        posterior.update_prior,
+        posterior.log_evidence,
+        exact.sampled(2, solver).fit,
+    ):
         with pytest.raises(Exception, match=message):
             use(loader)
-    assert torch.equal(posterior.weight_samples, z) and torch.equal(exact.prior.precision, precision)
+    assert torch.equal(posterior.weight_samples, z) and torch.equal(
+        exact.prior.precision, precision
+    )
     posterior.update_prior(exact.loader)
     if what == "x":
         for use in (posterior.predict, posterior.sample_logits, posterior.covariance):
@@ -354,14 +409,16 @@ def test_outputs_and_derivatives_that_are_not_finite_are_named():
         posterior.refit([(x, y)])
 
 
-# ----------------------------------------------------------------------------------------------------------- evidence
+# ----------------------------------------------------------------------------------------- evidence
 
 
 def test_the_interval_is_the_bracket_and_two_standard_errors():
     parts = (torch.tensor(-3.0), torch.tensor(1.0), torch.tensor(2.0), 1.0, "approximation")
     evidence = LadderEvidence(*parts, 0.5, (-5.0, -4.0))
     assert evidence.interval == (-6.0, -3.0)
-    assert "LadderEvidence(total=-4.5 +- 0.5" in repr(evidence) and "interval=(-6, -3)" in repr(evidence)
+    assert "LadderEvidence(total=-4.5 +- 0.5" in repr(evidence) and "interval=(-6, -3)" in repr(
+        evidence
+    )
     single = LadderEvidence(*parts, None, (-5.0, -4.0))
     assert single.interval is None and "interval=unknown: one sample" in repr(single)
 
@@ -371,15 +428,21 @@ def test_the_interval_covers_the_evidence(kind):
     covered = 0
     for seed in range(10):
         exact = Exact(kind, seed=seed)
-        ml = MarginalLikelihood(exact.model, exact.likelihood, n_data=N, prior=exact.prior, structure="full")
+        ml = MarginalLikelihood(
+            exact.model, exact.likelihood, n_data=N, prior=exact.prior, structure="full"
+        )
         truth = ml(exact.x, exact.y).total.item()
-        found = exact.sampled(8, ROUGH, seed=seed).fit(exact.loader).log_evidence(exact.loader, at="weights")
+        found = (
+            exact.sampled(8, ROUGH, seed=seed)
+            .fit(exact.loader)
+            .log_evidence(exact.loader, at="weights")
+        )
         covered += found.interval[0] <= truth <= found.interval[1]
         assert found.interval[0] < found.bracket[0] < found.bracket[1] < found.interval[1]
     assert covered >= 9
 
 
-# ------------------------------------------------------------------------------------------------ arguments and runner
+# ----------------------------------------------------------------------------- arguments and runner
 
 
 @pytest.mark.parametrize("name", ["n_data", "samples", "together"])
@@ -392,7 +455,9 @@ def test_counts_are_whole_numbers(name, value):
     options[name] = np.int64(2)
     SampledLaplace(exact.model, exact.likelihood, prior=exact.prior, **options)
     with pytest.raises(MarglikError, match="at must be mode or weights"):
-        exact.sampled(1, ConjugateGradients(0.1)).fit(exact.loader).log_evidence(exact.loader, at="centre")
+        exact.sampled(1, ConjugateGradients(0.1)).fit(exact.loader).log_evidence(
+            exact.loader, at="centre"
+        )
 
 
 @pytest.mark.parametrize("name", ["prior_precision", "effective_dimension"])
@@ -408,4 +473,8 @@ def test_the_runner_refuses_to_go_on_with_what_is_not_finite(name, tmp_path, mon
     monkeypatch.setattr(Sampled, "learn", broken)
     assert main([*FLAGS, "--out", str(tmp_path / "run")]) == 2
     message = capsys.readouterr().err
-    assert "became infinite or NaN in epoch" in message and "--em-steps" in message and "--lr-hyp" not in message
+    assert (
+        "became infinite or NaN in epoch" in message
+        and "--em-steps" in message
+        and "--lr-hyp" not in message
+    )

@@ -19,7 +19,10 @@ from ntkmarglik.programs.classify.run import main, prepare, run
 
 FLAGS = [
     *TINY,
-    *shlex.split("--method sampled --samples 2 --solver-passes 3 --solver-tolerance 0.1 --ladder 3 --model mlp"),
+    *shlex.split(
+        "--method sampled --samples 2 --solver-passes 3 --solver-tolerance 0.1 --ladder 3 --model "
+        "mlp"
+    ),
 ]
 DEATHS = [("run/checkpoint.pt", 2), ("run/metrics.jsonl", 3), ("baseline/checkpoint.pt", 2)]
 
@@ -36,14 +39,21 @@ def test_it_learns_the_prior_and_predicts_beside_the_map(tmp_path, capsys):
     learned = [line["prior_precision"] for line in epochs if "prior_precision" in line]
     assert learned and learned[-1] == summary["prior_precision"] == summary["sampled_precision"]
     assert all(value != pytest.approx(0.01) for value in summary["prior_precision"].values())
-    assert summary["log_marglik_bracket"][0] < summary["log_marglik"] < summary["log_marglik_bracket"][1]
+    assert (
+        summary["log_marglik_bracket"][0]
+        < summary["log_marglik"]
+        < summary["log_marglik_bracket"][1]
+    )
     for joint in ("test_joint_log_likelihood", "sampled_test_joint_log_likelihood"):
         assert summary[joint] < 0
     assert summary["sample_error"] > 0 and epochs[-1]["seconds_em_step"] > 0
     for kind in ("sampled", "probit"):
         assert summary[f"{kind}_test_log_likelihood"] < 0 <= summary[f"{kind}_test_ece"] <= 1
     shown = capsys.readouterr().out
-    assert "test log-likelihood per datum, sampled" in shown and "test joint log-likelihood per datum" in shown
+    assert (
+        "test log-likelihood per datum, sampled" in shown
+        and "test joint log-likelihood per datum" in shown
+    )
     baseline = runs["MAP baseline"][1]
     assert baseline["log_marglik_structure"] == "sampled" and "sampled_test_ece" in baseline
     assert all(value == pytest.approx(0.01) for value in baseline["prior_precision"].values())
@@ -53,7 +63,9 @@ def test_scaled_features_leave_the_training_prior_alone():
     flags = [*FLAGS, "--g-prior", "--exclude", "*.bias", "--preconditioner-rows", "4"]
     problem = prepare(parse(flags), load("digits", "data", n_data=64))
     method = METHODS["sampled"](problem)
-    assert isinstance(method.baseline(problem), SampledScore) and not method.baseline(problem).learns
+    assert (
+        isinstance(method.baseline(problem), SampledScore) and not method.baseline(problem).learns
+    )
     posterior = method.posterior
     assert isinstance(posterior, SampledLaplace) and posterior.scaling == "g-prior"
     assert posterior.prior is not problem.prior and posterior.solver.rows == 4
@@ -61,11 +73,22 @@ def test_scaled_features_leave_the_training_prior_alone():
 
 
 def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path):
-    eager = [*FLAGS, "--g-prior", "--curvature", "averaged", "--epochs", "4", "--checkpoint-seconds", "0"]
+    eager = [
+        *FLAGS,
+        "--g-prior",
+        "--curvature",
+        "averaged",
+        "--epochs",
+        "4",
+        "--checkpoint-seconds",
+        "0",
+    ]
     assert main([*eager, "--out", str(tmp_path / "first")]) == 0
     arguments = [*eager, "--out", str(tmp_path / "run"), "--resume"]
     command = [sys.executable, "-c", DRIVER, json.dumps(DEATHS), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert main(arguments) == 0
     assert results(tmp_path / "run") == results(tmp_path / "first")

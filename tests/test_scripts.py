@@ -14,14 +14,24 @@ ROOT = Path(__file__).parent.parent
 def run(*command, cwd=ROOT):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_benchmark_prints_units_and_memory_and_writes_a_csv(tmp_path):
-    out = run("benchmarks/estimators.py", "--only", "ntk-150-1 mininet (prior)", "--csv", tmp_path / "table.csv")
+    out = run(
+        "benchmarks/estimators.py",
+        "--only",
+        "ntk-150-1 mininet (prior)",
+        "--csv",
+        tmp_path / "table.csv",
+    )
     assert "ntk-150-1 mininet (prior)" in out
     (row,) = csv.DictReader((tmp_path / "table.csv").open())
     assert 0.1 < float(row["units"]) < 100
@@ -32,14 +42,29 @@ def test_benchmark_prints_units_and_memory_and_writes_a_csv(tmp_path):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
-        settings = ["--n-data", 60, "--subset", 20, "--epochs", 2, "--burnin", 1, "--frequency", 1, "--prior-steps", 2]
+        settings = [
+            "--n-data",
+            60,
+            "--subset",
+            20,
+            "--epochs",
+            2,
+            "--burnin",
+            1,
+            "--frequency",
+            1,
+            "--prior-steps",
+            2,
+        ]
         out = folder / "bound-prior" / str(seed)
         run(ROOT / "classification_image.py", *settings, "--seed", seed, "--out", out, cwd=folder)
     return folder / "bound-prior"
 
 
 def test_summary_table_and_csv_of_runs(runs, tmp_path):
-    out = run("scripts/summarise_runs.py", runs / "0", runs / "1", "--csv", tmp_path / "methods.csv")
+    out = run(
+        "scripts/summarise_runs.py", runs / "0", runs / "1", "--csv", tmp_path / "methods.csv"
+    )
     rows = list(csv.DictReader((tmp_path / "methods.csv").open()))
     assert [r["estimator"] for r in rows] == ["ntk-20-1", "map", "ntk-20-1", "map"]
     assert "| digits-60, cnn | ntk-20-1 | 2 |" in out
@@ -53,17 +78,34 @@ def test_traces_have_a_row_for_every_evaluation_and_name_their_command(runs, tmp
     run("scripts/summarise_runs.py", runs, "--traces", tmp_path / "traces.csv")
     rows = list(csv.DictReader((tmp_path / "traces.csv").open()))
     assert [(r["estimator"], r["seed"], r["epoch"]) for r in rows[:3]] == [
-        ("ntk-20-1", "0", "1"), ("ntk-20-1", "0", "2"), ("map", "0", "1")
-    ]  # fmt: skip
-    assert rows[0]["command"].startswith("python classification_image.py") and rows[1]["command"] == ""
-    assert float(rows[1]["log_marglik"]) < 0 and rows[2]["log_marglik"] == ""  # MAP estimates none in training
+        ("ntk-20-1", "0", "1"),
+        ("ntk-20-1", "0", "2"),
+        ("map", "0", "1"),
+    ]
+    assert (
+        rows[0]["command"].startswith("python classification_image.py") and rows[1]["command"] == ""
+    )
+    # MAP estimates none in training
+    assert float(rows[1]["log_marglik"]) < 0 and rows[2]["log_marglik"] == ""
 
 
 def test_figures_are_drawn_from_run_folders(runs, tmp_path):
-    source = ["--source", "runs", "--runs", runs.parent, "--data", tmp_path / "data", "--out", tmp_path]
+    source = [
+        "--source",
+        "runs",
+        "--runs",
+        runs.parent,
+        "--data",
+        tmp_path / "data",
+        "--out",
+        tmp_path,
+    ]
     out = run("generate_illustration_figures.py", *source, "--figures", "11")
     assert out.split() == [str(tmp_path / "traces_prior_doubly.png")]
-    assert {p.name for p in (tmp_path / "data").iterdir()} == {"runs_bound_prior.csv", "traces_bound_prior.csv"}
+    assert {p.name for p in (tmp_path / "data").iterdir()} == {
+        "runs_bound_prior.csv",
+        "traces_bound_prior.csv",
+    }
 
 
 def test_figures_are_drawn_from_the_committed_csv_files(tmp_path):

@@ -15,16 +15,26 @@ def made_up(generator, tmp_path, scale="small", seeds=(0, 1, 2), without=()):
     for experiment in script(f"generate_{generator}_commands").experiments(scale):
         for number, config in enumerate(experiment.configs):
             for seed in seeds:
-                rows.append({
-                    "dataset": config.problem.dataset, "estimator": label_of(config), "seed": seed,
-                    "augment": config.hyperparameters.augment, "test_accuracy": 0.5 + number / 100 + seed / 1000,
-                    "test_log_likelihood": -1 - number / 10 - seed / 100, "log_marglik": -2 - number / 10,
-                    "log_marglik_status": "approximation", "seconds_weights": 10.0, "seconds_hyper": 10.0 * number,
-                    "command": config.updated(seed=seed).command(),
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "dataset": config.problem.dataset,
+                        "estimator": label_of(config),
+                        "seed": seed,
+                        "augment": config.hyperparameters.augment,
+                        "test_accuracy": 0.5 + number / 100 + seed / 1000,
+                        "test_log_likelihood": -1 - number / 10 - seed / 100,
+                        "log_marglik": -2 - number / 10,
+                        "log_marglik_status": "approximation",
+                        "seconds_weights": 10.0,
+                        "seconds_hyper": 10.0 * number,
+                        "command": config.updated(seed=seed).command(),
+                    }
+                )
     path = tmp_path / f"{generator}.csv"
     tmp_path.mkdir(exist_ok=True)
-    records.write(path, records.RUN_COLUMNS, [row for row in rows if row["estimator"] not in without])
+    records.write(
+        path, records.RUN_COLUMNS, [row for row in rows if row["estimator"] not in without]
+    )
     return path
 
 
@@ -44,9 +54,18 @@ def test_table_1_has_the_layout_of_the_paper(table, tmp_path):
     assert "CIFAR-10 log q" in heading and "CIFAR-100 time" in heading
     names = [line.split(" | ")[1] for line in lines]
     assert names == [
-        "MAP", "NTK-500-1", "KFAC-500-1", "KFAC-500-C", "KFAC-N-1", "KFAC-N-C",
-        "KFAC-500-10", "NTK-150-1", "KFAC-150-1", "KFAC-N-1", "KFAC-N-C",
-    ]  # fmt: skip
+        "MAP",
+        "NTK-500-1",
+        "KFAC-500-1",
+        "KFAC-500-C",
+        "KFAC-N-1",
+        "KFAC-N-C",
+        "KFAC-500-10",
+        "NTK-150-1",
+        "KFAC-150-1",
+        "KFAC-N-1",
+        "KFAC-N-C",
+    ]
     assert [line.split(" | ")[0] for line in lines] == ["| prior"] * 7 + ["| invariance"] * 4
     cells = lines[1].split(" | ")
     assert cells[2:6] == [
@@ -73,9 +92,15 @@ def test_a_run_at_the_papers_size_is_said_to_be_one(table, tmp_path):
     assert "Prior: the paper's settings, 3 seeds. Invariance: not run." in text
     whole = table(made_up("cifar", tmp_path, "full"), made_up("lila", tmp_path, "full"))
     assert "Invariance: the paper's settings, 3 seeds." in whole
-    mixed = table(made_up("cifar", tmp_path, "full"), made_up("tiny", tmp_path), made_up("cifar", tmp_path / "small"))
-    assert "in some runs also" in mixed and "the paper's settings" not in mixed  # a reduced run is never hidden
-    assert "| prior | NTK-500-1 IID |" in text and "GROUPED" in text  # variants without a published number
+    mixed = table(
+        made_up("cifar", tmp_path, "full"),
+        made_up("tiny", tmp_path),
+        made_up("cifar", tmp_path / "small"),
+    )
+    # a reduced run is never hidden
+    assert "in some runs also" in mixed and "the paper's settings" not in mixed
+    # variants without a published number
+    assert "| prior | NTK-500-1 IID |" in text and "GROUPED" in text
 
 
 def test_what_was_not_run_shows_the_published_number_alone(table, tmp_path):

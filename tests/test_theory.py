@@ -14,7 +14,14 @@ from torch import nn
 from torch.autograd.functional import hessian
 
 import laplace_marglik
-from laplace_marglik import ClassPartition, Evidence, FromLogProb, Gaussian, GaussianPrior, MarginalLikelihood
+from laplace_marglik import (
+    ClassPartition,
+    Evidence,
+    FromLogProb,
+    Gaussian,
+    GaussianPrior,
+    MarginalLikelihood,
+)
 
 STRUCTURES = ["ntk", "full", "blockdiag", "kfac", "diag"]
 TRUE_ROOTS = ["fisher", "symmetric", "eigen"]
@@ -45,21 +52,25 @@ class Rows(nn.Module):
 
 
 def softmax_problem(seed, n=4, c=3, p=5):
-    """A random linear softmax model with its data and a random prior precision between e^-3 and e^3."""
+    """A random linear softmax model with its data and a random prior precision between e^-3 and
+    e^3.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, x = Rows(p), torch.randn(n, c, p, dtype=torch.float64)
         return model, x, torch.randint(c, (n,)), float(torch.exp(6 * torch.rand(()) - 3))
 
 
-# ---------------------------------------------------------------------------------------------- Sylvester and orders
+# ----------------------------------------------------------------------------- Sylvester and orders
 
 
 @pytest.mark.parametrize("name", ["mlp", "mininet", "transformer", "raw"])
 @pytest.mark.parametrize("columns", [None, [1]])
 def test_kernel_and_weight_space_have_the_same_determinant(name, columns):
     model, x, y = by_name[name].make()
-    dual, full = (log_det(marglik(model, n_data=len(y), structure=s), x, y, columns) for s in ("ntk", "full"))
+    dual, full = (
+        log_det(marglik(model, n_data=len(y), structure=s), x, y, columns) for s in ("ntk", "full")
+    )
     assert full == pytest.approx(dual, rel=1e-9)
 
 
@@ -75,8 +86,16 @@ def test_full_goes_to_weight_space_when_that_is_smaller():
 @pytest.mark.parametrize("columns", [None, [2]])
 def test_coarser_curvature_has_the_smaller_determinant(name, columns):
     model, x, y = by_name[name].make()
-    options = [("full", "module"), ("blockdiag", "module"), ("blockdiag", "tensor"), ("diag", "module")]
-    values = [log_det(marglik(model, n_data=len(y), structure=s, blocks=b), x, y, columns) for s, b in options]
+    options = [
+        ("full", "module"),
+        ("blockdiag", "module"),
+        ("blockdiag", "tensor"),
+        ("diag", "module"),
+    ]
+    values = [
+        log_det(marglik(model, n_data=len(y), structure=s, blocks=b), x, y, columns)
+        for s, b in options
+    ]
     assert values == sorted(values)
     assert values[0] < values[-1] * 0.999
 
@@ -95,7 +114,9 @@ labels = st.integers(0, 1)
 assignments = st.tuples(*[st.lists(labels, min_size=size, max_size=size) for size in (5, 5, 3, 3)])
 
 
-@pytest.mark.parametrize("structure, root", [*(("ntk", root) for root in TRUE_ROOTS), ("diag", "fisher")])
+@pytest.mark.parametrize(
+    "structure, root", [*(("ntk", root) for root in TRUE_ROOTS), ("diag", "fisher")]
+)
 @given(assignment=assignments, precision=st.floats(1e-2, 1e2))
 @examples
 def test_refining_a_partition_never_lowers_the_sum(structure, root, assignment, precision):
@@ -104,18 +125,22 @@ def test_refining_a_partition_never_lowers_the_sum(structure, root, assignment, 
     ml = marglik(model, n_data=5, precision=precision, structure=structure, root=root)
     exact = log_det(ml, x, y)
     coarse = partition_sum(ml, x, y, data, columns)
-    fine = partition_sum(ml, x, y, [*zip(data, finer_data, strict=True)], [*zip(columns, finer_columns, strict=True)])
+    fine = partition_sum(
+        ml, x, y, [*zip(data, finer_data, strict=True)], [*zip(columns, finer_columns, strict=True)]
+    )
     single = partition_sum(ml, x, y, range(5), range(3))
     slack = 1e-9 * (1 + single)
     assert exact <= coarse + slack and coarse <= fine + slack and fine <= single + slack
 
 
-# ------------------------------------------------------------------------------------------------ the counterexample
+# ------------------------------------------------------------------------------- the counterexample
 
 
 @pytest.mark.parametrize("qa", [0.1, 0.5, 1.0, 1.9, 2.1, 10.0])
 def test_two_classes_where_the_published_single_outputs_undershoot(qa):
-    """f = (w, -w) for one datum: J P0^-1 J^T = q [[1, -1], [-1, 1]] with q = 1 / precision, a = p (1 - p)."""
+    """f = (w, -w) for one datum: J P0^-1 J^T = q [[1, -1], [-1, 1]] with q = 1 / precision, a = p
+    (1 - p).
+    """
     model, x, y = Rows(1), torch.tensor([[[1.0], [-1.0]]]).double(), torch.tensor([0])
     p = (2 * model.w.detach()).sigmoid()
     precision = float(p * (1 - p) / qa)
@@ -147,7 +172,7 @@ def test_the_published_estimator_violates_the_bound_on_some_softmax_problems():
     assert 1 <= violated <= 19
 
 
-# ------------------------------------------------------------------------------------------------- roots of Lambda
+# ---------------------------------------------------------------------------------- roots of Lambda
 
 TAU, SIGMA = 1.3, 0.7
 NAMED = {
@@ -176,14 +201,17 @@ def test_roots_give_the_hessian(kind, root, shape):
     u = likelihood.root(f, y, root, all_columns(f))
     want = reference.autograd_hessian(reference.Likelihood(kind, SIGMA, TAU), f, y)
     torch.testing.assert_close(likelihood.curvature_scale().detach() * u @ u.mT, want)
-    torch.testing.assert_close(likelihood.curvature_scale().detach() * likelihood.hessian(f, y).detach(), want)
+    torch.testing.assert_close(
+        likelihood.curvature_scale().detach() * likelihood.hessian(f, y).detach(), want
+    )
 
 
 @pytest.mark.parametrize("root", TRUE_ROOTS)
 def test_heteroscedastic_roots_give_the_expected_hessian(root):
     likelihood, f = laplace_marglik.HeteroscedasticGaussian(TAU), outputs((4, 6))
     mean, log_variance = f.chunk(2, 1)
-    sd = torch.exp(log_variance / 2)  # the Hessian is quadratic in y: two points integrate it exactly
+    # the Hessian is quadratic in y: two points integrate it exactly
+    sd = torch.exp(log_variance / 2)
     lik = reference.Likelihood("heteroscedastic", tau=TAU)
     want = sum(reference.autograd_hessian(lik, f, mean + sign * sd) for sign in (1, -1)) / 2
     u = likelihood.root(f, mean, root, all_columns(f))
@@ -191,7 +219,9 @@ def test_heteroscedastic_roots_give_the_expected_hessian(root):
 
 
 def student_t(f, y):
-    return -2.5 * torch.log1p((f - y).flatten(1).square() / 4).sum(1) - 0.3 * torch.sin(f.flatten(1)).prod(1)
+    return -2.5 * torch.log1p((f - y).flatten(1).square() / 4).sum(1) - 0.3 * torch.sin(
+        f.flatten(1)
+    ).prod(1)
 
 
 @pytest.mark.parametrize("root", TRUE_ROOTS)
@@ -199,29 +229,37 @@ def student_t(f, y):
 def test_user_defined_roots_give_the_positive_part_of_the_hessian(root, shape):
     likelihood, f = FromLogProb(student_t), 3 * outputs(SHAPES[shape])
     y = outputs(SHAPES[shape], 1)
-    blocks = [hessian(lambda v, i=i: -student_t(v[None], y[i : i + 1]).sum(), f[i]) for i in range(len(f))]
+    blocks = [
+        hessian(lambda v, i=i: -student_t(v[None], y[i : i + 1]).sum(), f[i]) for i in range(len(f))
+    ]
     values, vectors = torch.linalg.eigh(torch.stack(blocks).reshape(len(f), f[0].numel(), -1))
     assert values.min() < -1e-3 and values.max() > 1e-3  # there is something to cut off
     u = likelihood.root(f, y, root, all_columns(f))
     torch.testing.assert_close(u @ u.mT, (vectors * values.clamp_min(0).unsqueeze(-2)) @ vectors.mT)
 
 
-@given(data=st.data(), shape=st.sampled_from(sorted(SHAPES)), kind=st.sampled_from([*NAMED, "user"]))
+@given(
+    data=st.data(), shape=st.sampled_from(sorted(SHAPES)), kind=st.sampled_from([*NAMED, "user"])
+)
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_block_roots_give_the_sub_block_of_any_columns(data, shape, kind):
     f = outputs(SHAPES[shape])
     c = f[0].numel()
     k = data.draw(st.integers(1, c))
     columns = torch.stack([torch.tensor(data.draw(st.permutations(range(c)))[:k]) for _ in f])
-    likelihood = FromLogProb(lambda f, y: -f.flatten(1).logsumexp(1)) if kind == "user" else NAMED[kind]
+    likelihood = (
+        FromLogProb(lambda f, y: -f.flatten(1).logsumexp(1)) if kind == "user" else NAMED[kind]
+    )
     y = targets("gaussian" if kind == "user" else kind, f)
     curvature = likelihood.hessian(f, y).detach()
     want = torch.stack([h[i][:, i] for h, i in zip(curvature, columns, strict=True)])
     u = likelihood.block_root(f, y, columns)
-    torch.testing.assert_close(torch.eye(k, dtype=f.dtype).expand_as(want) if u is None else u @ u.mT, want)
+    torch.testing.assert_close(
+        torch.eye(k, dtype=f.dtype).expand_as(want) if u is None else u @ u.mT, want
+    )
 
 
-# ------------------------------------------------------------------------------------------- partitions, enumerated
+# --------------------------------------------------------------------------- partitions, enumerated
 
 
 def partitions(y, columns):
@@ -241,44 +279,62 @@ def test_mean_over_all_blocks_is_the_partition_sum(structure, root, columns):
     ml = marglik(model, n_data=5, precision=0.3, structure=structure, root=root)
     for partition in partitions(y, columns):
         evidences = [ml(x[b.index], y[b.index], block=b) for b in partition]
-        rows = [reference.rows(jacobian[b.index], reference.seeds(lik, f[b.index], b.columns, root)) for b in partition]
+        rows = [
+            reference.rows(jacobian[b.index], reference.seeds(lik, f[b.index], b.columns, root))
+            for b in partition
+        ]
         modules = reference.module_blocks(model, names)
         want = sum(reference.log_det_ratio(structure, v, delta, modules) for v in rows)
         mean = Evidence.mean(evidences)
         assert float(mean.log_det_ratio.detach()) == pytest.approx(float(want), rel=1e-8)
-        assert float(mean.log_likelihood.detach()) == pytest.approx(float(reference.log_prob(lik, f, y)), rel=1e-10)
+        assert float(mean.log_likelihood.detach()) == pytest.approx(
+            float(reference.log_prob(lik, f, y)), rel=1e-10
+        )
         assert {e.n_blocks for e in evidences} == {len(partition)}
         if root == "fisher":
             assert mean.total <= ml(x, y).total
 
 
-# --------------------------------------------------------------------------------------------------- closed forms
+# ------------------------------------------------------------------------------------- closed forms
 
 
 @pytest.mark.parametrize("structure", ["ntk", "full", "kfac"])
 def test_linear_gaussian_evidence_and_its_gradients(structure):
-    """At the posterior mode the Laplace evidence is exact, and so (envelope theorem) are its gradients at fixed w."""
+    """At the posterior mode the Laplace evidence is exact, and so (envelope theorem) are its
+    gradients at fixed w.
+    """
     torch.manual_seed(1)
     X, y = torch.randn(7, 3).double(), torch.randn(7).double()
     model, prior_mean = nn.Linear(3, 1, bias=False).double(), torch.randn(3).double()
     log_sigma, log_delta = torch.tensor(-0.4).double(), torch.tensor(0.3).double()
     noise, delta = log_sigma.exp() ** 2, log_delta.exp().expand(3)
-    mode = torch.linalg.solve(X.mT @ X / noise + torch.diag(delta), X.mT @ y / noise + delta * prior_mean)
-    prior = GaussianPrior(model, "scalar", float(log_delta.exp()), mean={"weight": prior_mean[None]})
+    mode = torch.linalg.solve(
+        X.mT @ X / noise + torch.diag(delta), X.mT @ y / noise + delta * prior_mean
+    )
+    prior = GaussianPrior(
+        model, "scalar", float(log_delta.exp()), mean={"weight": prior_mean[None]}
+    )
     likelihood = Gaussian(float(log_sigma.exp()))
     with torch.no_grad():
         model.weight.copy_(mode)
-    evidence = MarginalLikelihood(model, likelihood, n_data=7, prior=prior, structure=structure)(X, y)
+    evidence = MarginalLikelihood(model, likelihood, n_data=7, prior=prior, structure=structure)(
+        X, y
+    )
     want = reference.linear_regression_evidence(X, y, log_sigma.exp(), prior_mean, delta)
     torch.testing.assert_close(evidence.total.detach(), want)
     gradients = torch.autograd.grad(evidence.total, [prior.log_precision, likelihood.log_sigma])
 
     def closed_form():
-        return reference.linear_regression_evidence(X, y, log_sigma.exp(), prior_mean, log_delta.exp().expand(3))
+        return reference.linear_regression_evidence(
+            X, y, log_sigma.exp(), prior_mean, log_delta.exp().expand(3)
+        )
 
     for gradient, parameter in zip(gradients, (log_delta, log_sigma), strict=True):
         torch.testing.assert_close(
-            gradient.squeeze(), reference.finite_difference(closed_form, parameter), rtol=1e-7, atol=1e-8
+            gradient.squeeze(),
+            reference.finite_difference(closed_form, parameter),
+            rtol=1e-7,
+            atol=1e-8,
         )
     with torch.no_grad():  # away from the mode it is not the evidence, but lower
         model.weight += 0.3
@@ -292,17 +348,28 @@ def test_augmentation_is_the_jacobian_of_the_averaged_network(structure):
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def averaged(w):
-        return torch.func.functional_call(model, w, (augment(x).flatten(0, 1).detach(),)).unflatten(0, (5, 3)).mean(1)
+        return (
+            torch.func.functional_call(model, w, (augment(x).flatten(0, 1).detach(),))
+            .unflatten(0, (5, 3))
+            .mean(1)
+        )
 
     J = torch.cat([j.flatten(2) for j in torch.func.jacrev(averaged)(weights).values()], 2)
     p = averaged(weights).softmax(1)
-    H = torch.einsum("ncp,ncd,ndq->pq", J, torch.diag_embed(p) - p[:, :, None] * p[:, None], J) / 2.0
-    want = torch.log1p(H.diagonal()).sum() if structure == "diag" else torch.logdet(torch.eye(len(H)).double() + H)
+    H = (
+        torch.einsum("ncp,ncd,ndq->pq", J, torch.diag_embed(p) - p[:, :, None] * p[:, None], J)
+        / 2.0
+    )
+    want = (
+        torch.log1p(H.diagonal()).sum()
+        if structure == "diag"
+        else torch.logdet(torch.eye(len(H)).double() + H)
+    )
     got = marglik(model, n_data=5, precision=2.0, structure=structure, augment=augment)(x, y)
     torch.testing.assert_close(got.log_det_ratio.detach(), want)
 
 
-# ------------------------------------------------------------------------------------------- status, errors, extremes
+# ------------------------------------------------------------------------- status, errors, extremes
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -328,7 +395,10 @@ def test_mean_of_evidences_has_a_standard_error_and_the_weakest_status():
     mean = Evidence.mean([evidence(1.0, "exact"), evidence(2.0, "bound"), evidence(6.0, "bound")])
     assert mean.total == 3 and mean.status == "bound" and mean.n_blocks == 4
     assert mean.standard_error == pytest.approx((((4 + 1 + 9) / 2) / 3) ** 0.5)
-    assert Evidence.mean([evidence(1.0, "exact"), evidence(1.0, "approximation")]).status == "approximation"
+    assert (
+        Evidence.mean([evidence(1.0, "exact"), evidence(1.0, "approximation")]).status
+        == "approximation"
+    )
     assert Evidence.mean([evidence(1.0, "exact")]).standard_error is None
 
 
@@ -337,7 +407,10 @@ def test_mean_of_evidences_has_a_standard_error_and_the_weakest_status():
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_saturated_softmax_is_finite(structure, root, scale):
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), torch.randn(4, 4).double()
+    model, x = (
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(),
+        torch.randn(4, 4).double(),
+    )
     with torch.no_grad():
         model[2].weight *= scale / model(x).abs().max()
         model[2].bias.zero_()

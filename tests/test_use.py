@@ -1,4 +1,6 @@
-"""How the library is used: cached evaluations, the training loss, single precision, and unusual models and blocks."""
+"""How the library is used: cached evaluations, the training loss, single precision, and unusual
+models and blocks.
+"""
 
 import copy
 
@@ -20,11 +22,15 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def marglik(model, likelihood="classification", n_data=6, *, prior="layerwise", hyper=(), **options):
+def marglik(
+    model, likelihood="classification", n_data=6, *, prior="layerwise", hyper=(), **options
+):
     gaussian = GaussianPrior(model, prior, hyper=hyper)
     with torch.no_grad():
         gaussian.log_precision.copy_(0.4 * randn(len(gaussian.log_precision), seed=7))
-    return MarginalLikelihood(model, likelihood, n_data=n_data, prior=gaussian, hyper=hyper, **options)
+    return MarginalLikelihood(
+        model, likelihood, n_data=n_data, prior=gaussian, hyper=hyper, **options
+    )
 
 
 def mlp(outputs=3):
@@ -37,12 +43,19 @@ def assert_reference_value(ml, x, y, kind="categorical"):
     delta = reference.per_weight(ml.model, names, ml.prior.precision.detach())
     dense = [name for name in names if name not in ml._planned(x).kronecker]
     want = reference.evidence(
-        ml.model, x, y, reference.Likelihood(kind), delta, structure=ml.structure, n_data=ml.n_data, dense=dense
+        ml.model,
+        x,
+        y,
+        reference.Likelihood(kind),
+        delta,
+        structure=ml.structure,
+        n_data=ml.n_data,
+        dense=dense,
     )
     close(ml(x, y).total, want.total)
 
 
-# ------------------------------------------------------------------------------------------------------------- cached
+# ------------------------------------------------------------------------------------------- cached
 
 
 def moved(ml):
@@ -59,10 +72,20 @@ def moved(ml):
 @pytest.mark.parametrize("kind", ["gaussian", "paper", "fisher"])
 def test_cached_block_follows_prior_noise_and_temperature(structure, prior, kind):
     model, x = mlp(), randn(6, 4)
-    likelihood, y, options = Categorical(1.2, learn_temperature=True), Y, {"root": kind, "outputs": 2}
+    likelihood, y, options = (
+        Categorical(1.2, learn_temperature=True),
+        Y,
+        {"root": kind, "outputs": 2},
+    )
     if kind == "gaussian":
-        likelihood, y, options = Gaussian(0.7, temperature=1.2, learn_temperature=True), randn(6, 3), {}
-    ml = marglik(model, likelihood, 12, prior=prior, structure=structure, augment=Shift(2), **options)
+        likelihood, y, options = (
+            Gaussian(0.7, temperature=1.2, learn_temperature=True),
+            randn(6, 3),
+            {},
+        )
+    ml = marglik(
+        model, likelihood, 12, prior=prior, structure=structure, augment=Shift(2), **options
+    )
     columns = torch.tensor([2, 0]) if options else None
     cached = ml.cached(x, y, columns)
     followed = [p for p in ml.hyperparameters() if p is not ml.augment.eta]
@@ -84,22 +107,31 @@ def test_cached_block_follows_prior_noise_and_temperature(structure, prior, kind
 
 @every_structure
 def test_cached_full_batch_follows_too(structure):
-    ml, x = marglik(mlp(), Categorical(1.2, learn_temperature=True), structure=structure), randn(6, 4)
+    ml, x = (
+        marglik(mlp(), Categorical(1.2, learn_temperature=True), structure=structure),
+        randn(6, 4),
+    )
     cached = ml.cached_full_batch([(x[:4], Y[:4]), (x[4:], Y[4:])])
     moved(ml)
-    values = [[e.total, *torch.autograd.grad(e.total, ml.hyperparameters())] for e in (cached(), ml(x, Y))]
+    values = [
+        [e.total, *torch.autograd.grad(e.total, ml.hyperparameters())] for e in (cached(), ml(x, Y))
+    ]
     for ours, theirs in zip(*values, strict=True):
         close(ours, theirs)
 
 
-# ------------------------------------------------------------------------------------------- loss and hyperparameters
+# ------------------------------------------------------------------------- loss and hyperparameters
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal"])
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_map_loss_is_the_negative_log_posterior_per_datum(kind, prior):
     model, x = mlp(), randn(6, 4)
-    y, likelihood = (Y, Categorical(1.3)) if kind == "classification" else (randn(6, 3), Gaussian(0.6, temperature=1.3))
+    y, likelihood = (
+        (Y, Categorical(1.3))
+        if kind == "classification"
+        else (randn(6, 3), Gaussian(0.6, temperature=1.3))
+    )
     augment = Shift(3)
     ml = marglik(model, likelihood, 20, prior=prior, augment=augment)
     loss = ml.map_loss(x, y)
@@ -108,12 +140,16 @@ def test_map_loss_is_the_negative_log_posterior_per_datum(kind, prior):
     log_p = reference.log_prob(
         reference.Likelihood("categorical" if kind == "classification" else "gaussian", 0.6), f, y
     )
-    penalty = sum((ml.prior.precisions()[n] * w.flatten().square()).sum() for n, w in model.named_parameters())
+    penalty = sum(
+        (ml.prior.precisions()[n] * w.flatten().square()).sum() for n, w in model.named_parameters()
+    )
     by_hand = -log_p / 6 / 1.3 + penalty / (2 * 20)
     close(loss, by_hand)
     weights = list(model.parameters())
     pairs = zip(
-        torch.autograd.grad(loss, weights, retain_graph=True), torch.autograd.grad(by_hand, weights), strict=True
+        torch.autograd.grad(loss, weights, retain_graph=True),
+        torch.autograd.grad(by_hand, weights),
+        strict=True,
     )
     for ours, theirs in pairs:
         close(ours, theirs)
@@ -125,7 +161,9 @@ def test_map_loss_is_the_negative_log_posterior_per_datum(kind, prior):
 def test_map_loss_never_reaches_a_hyperparameter(likelihood):
     y = Y if isinstance(likelihood, Categorical) else randn(6, 3)
     ml = marglik(mlp(), likelihood, hyper=["0.bias"], augment=Shift(2))
-    gradients = torch.autograd.grad(ml.map_loss(randn(6, 4), y), ml.hyperparameters(), allow_unused=True)
+    gradients = torch.autograd.grad(
+        ml.map_loss(randn(6, 4), y), ml.hyperparameters(), allow_unused=True
+    )
     assert len(gradients) >= 4 and all(g is None for g in gradients)
     assert all(p.requires_grad for p in ml.hyperparameters())
 
@@ -146,7 +184,7 @@ def test_gradients_in_some_hyperparameters_are_those_in_all(structure):
             other.requires_grad_(True)
 
 
-# ----------------------------------------------------------------------------------------------------- single precision
+# --------------------------------------------------------------------------------- single precision
 
 
 @every_structure
@@ -168,7 +206,7 @@ def test_single_precision(name, structure):
         assert float((gradient - truth).abs().max()) < 1e-4 * float(truth.abs().max())
 
 
-# ------------------------------------------------------------------------------------------- unusual models and blocks
+# ------------------------------------------------------------------------ unusual models and blocks
 
 
 def unusual():
@@ -185,8 +223,12 @@ def unusual():
 def test_models_without_a_rule_go_sample_by_sample(name, structure):
     ml = marglik(unusual()[name].double(), structure=structure)
     own = {"prelu": {"1.weight"}, "glu": set()}.get(name)
-    persample = {line.split()[0] for line in ml.describe(randn(6, 4)).splitlines() if "per-sample" in line}
-    assert persample == ({f"0.parametrizations.weight.original{i}" for i in (0, 1)} if own is None else own)
+    persample = {
+        line.split()[0] for line in ml.describe(randn(6, 4)).splitlines() if "per-sample" in line
+    }
+    assert persample == (
+        {f"0.parametrizations.weight.original{i}" for i in (0, 1)} if own is None else own
+    )
     for n in (6, 3, 1):  # as many data as outputs: shapes cannot tell a wrong batching rule
         assert_reference_value(ml, randn(n, 4), Y[:n])
 
@@ -215,13 +257,17 @@ def test_a_single_class_has_no_curvature(structure):
     ml = marglik(mlp(1), Categorical(learn_temperature=True), structure=structure, augment=Shift(2))
     evidence = ml(randn(6, 4), torch.zeros(6).long())
     assert evidence.log_det_ratio == 0 and evidence.log_likelihood == 0
-    assert all(g.isfinite().all() for g in torch.autograd.grad(evidence.total, ml.hyperparameters()))
+    assert all(
+        g.isfinite().all() for g in torch.autograd.grad(evidence.total, ml.hyperparameters())
+    )
 
 
 @every_structure
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_constant_inputs(structure, value):
-    assert_reference_value(marglik(mlp(), structure=structure), torch.full((6, 4), value).double(), Y)
+    assert_reference_value(
+        marglik(mlp(), structure=structure), torch.full((6, 4), value).double(), Y
+    )
 
 
 @every_structure
@@ -230,7 +276,9 @@ def test_outputs_without_an_output_axis(structure):
     model = mlp(1)
     squeezed = nn.Sequential(*model, nn.Flatten(0))
     x, y = randn(6, 4), randn(6)
-    values = [marglik(net, "regression", structure=structure)(x, y).total for net in (model, squeezed)]
+    values = [
+        marglik(net, "regression", structure=structure)(x, y).total for net in (model, squeezed)
+    ]
     close(*values)
 
 

@@ -1,7 +1,8 @@
-"""One run in several processes, started by torchrun: how they meet, what the first does for all, weights in common.
+"""One run in several processes, started by torchrun: how they meet, what the first does for all,
+weights in common.
 
-Every process draws the same random numbers and takes its own part of the work: data points of a batch, blocks of the
-evidence. One process alone makes no call of torch.distributed.
+Every process draws the same random numbers and takes its own part of the work: data points of a
+batch, blocks of the evidence. One process alone makes no call of torch.distributed.
 """
 
 from __future__ import annotations
@@ -46,14 +47,18 @@ def local_size() -> int:
 
 
 def restarts() -> int:
-    """How often `torchrun --max-restarts` has started the processes again, after one of them failed."""
+    """How often `torchrun --max-restarts` has started the processes again, after one of them
+    failed.
+    """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def refuse_several(program: str) -> None:
     """For programs that would do everything several times, in one folder."""
     if world_size() > 1:
-        raise NtkMarglikError(f"{program} runs in one process: start it with python instead of torchrun.")
+        raise NtkMarglikError(
+            f"{program} runs in one process: start it with python instead of torchrun."
+        )
 
 
 @contextlib.contextmanager
@@ -67,9 +72,11 @@ def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks |
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout is an error that can be given a name
+        # a timeout is an error that can be given a name
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     backend, wait = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
-    # torchrun may keep its store when it starts processes again: they must not find the addresses of those before
+    # torchrun may keep its store when it starts processes again: they must not find the addresses
+    # of those before
     store, number, size = next(dist.rendezvous("env://", timeout=wait))
     attempt = dist.PrefixStore(f"attempt {restarts()}", store)
     dist.init_process_group(backend, store=attempt, rank=number, world_size=size, timeout=wait)
@@ -91,13 +98,20 @@ def named(ranks: Ranks | None, step: str) -> contextlib.AbstractContextManager[N
     return contextlib.nullcontext() if ranks is None else ranks.named(step)
 
 
-def in_turn(compute: Callable[[Tensor], Tensor], batches: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
+def in_turn(
+    compute: Callable[[Tensor], Tensor], batches: Sequence[Tensor], ranks: Ranks | None
+) -> Tensor:
     """Results [n, C] of all batches, one after the other; ranks take batches in turn."""
     if ranks is None:
         return torch.cat([compute(batch) for batch in batches])
     own = {number: compute(batch) for number, batch in enumerate(batches) if ranks.owns(number)}
-    columns = int(ranks.largest(max([len(result[0]) for result in own.values()], default=0), "evaluation"))
-    results = [own.get(number, batch.new_zeros(len(batch), columns)) for number, batch in enumerate(batches)]
+    columns = int(
+        ranks.largest(max([len(result[0]) for result in own.values()], default=0), "evaluation")
+    )
+    results = [
+        own.get(number, batch.new_zeros(len(batch), columns))
+        for number, batch in enumerate(batches)
+    ]
     return ranks.sum(torch.cat(results), "evaluation")
 
 
@@ -109,10 +123,11 @@ def together(gradients: Sequence[Tensor], ranks: Ranks, step: str) -> list[Tenso
 
 
 class SharedLoss:
-    """A method's loss of a batch whose data points are shared out, with the gradient of the whole batch.
+    """A method's loss of a batch whose data points are shared out, with the gradient of the whole
+    batch.
 
-    Each rank's loss counts n_r R / n, so that DistributedDataParallel, which averages gradients over the R ranks, gives
-    sum_r (n_r / n) grad_r however uneven the parts are.
+    Each rank's loss counts n_r R / n, so that DistributedDataParallel, which averages gradients
+    over the R ranks, gives sum_r (n_r / n) grad_r however uneven the parts are.
     """
 
     def __init__(self, problem: Problem, method: Method, ranks: Ranks):

@@ -17,7 +17,9 @@ PAIRS, REPEATS = 10_000, 10  # of joint predictions
 
 
 def metrics(logits: Tensor, y: Tensor) -> dict[str, float]:
-    """Accuracy, mean log-likelihood and expected calibration error of logits [n, C] for labels y [n]."""
+    """Accuracy, mean log-likelihood and expected calibration error of logits [n, C] for labels y
+    [n].
+    """
     log_p = logits.double().log_softmax(1)
     return {
         "accuracy": (log_p.argmax(1) == y).double().mean().item(),
@@ -27,10 +29,12 @@ def metrics(logits: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def joint_log_likelihood(log_p: Tensor, generator: torch.Generator, pairs: int = PAIRS) -> float:
-    """Mean log-likelihood per input of REPEATS inputs together, each drawn from one of two, over random pairs.
+    """Mean log-likelihood per input of REPEATS inputs together, each drawn from one of two, over
+    random pairs.
 
-    log_p [k, n]: log-likelihood of each label under each of k samples; log 1/k sum_j prod_i p_j(y_i | x_i) rewards
-    samples that agree with themselves about inputs that depend on each other (dyadic sampling, Osband et al. 2022).
+    log_p [k, n]: log-likelihood of each label under each of k samples; log 1/k sum_j prod_i p_j(y_i
+    | x_i) rewards samples that agree with themselves about inputs that depend on each other (dyadic
+    sampling, Osband et al. 2022).
     """
     k, n = log_p.shape
     first, second = torch.randint(n, (2, pairs), generator=generator).to(log_p.device)
@@ -40,20 +44,30 @@ def joint_log_likelihood(log_p: Tensor, generator: torch.Generator, pairs: int =
 
 
 def calibration_error(p: Tensor, y: Tensor, bins: int = BINS) -> float:
-    """Expected calibration error: mean over data of |confidence - accuracy| within bins of equal confidence width."""
+    """Expected calibration error: mean over data of |confidence - accuracy| within bins of equal
+    confidence width.
+    """
     if not p.isfinite().all():
         return math.nan
     confidence, prediction = p.max(1)
     correct = (prediction == y).double()
     index = (confidence * bins).long().clamp_max(bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64, device=p.device).index_add_(0, index, correct - confidence)
+    gaps = torch.zeros(bins, dtype=torch.float64, device=p.device).index_add_(
+        0, index, correct - confidence
+    )
     return (gaps.abs().sum() / len(y)).item()
 
 
 def evaluate(
-    outputs: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, batch: int = BATCH, ranks: Ranks | None = None
+    outputs: Callable[[Tensor], Tensor],
+    x: Tensor,
+    y: Tensor,
+    batch: int = BATCH,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
-    """Metrics of a network's outputs, computed in batches without a graph; ranks take batches in turn."""
+    """Metrics of a network's outputs, computed in batches without a graph; ranks take batches in
+    turn.
+    """
     with torch.no_grad():
         logits = in_turn(outputs, x.split(batch), ranks)
     return metrics(logits, y)

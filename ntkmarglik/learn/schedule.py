@@ -18,7 +18,11 @@ def cosine(step: int, total: int, first: float, last: float) -> float:
 
 def hyper_epochs(training: Training) -> list[int]:
     """The epochs (counted from 1) that end with a round of hyperparameter steps."""
-    return [e for e in range(1, training.epochs + 1) if e >= max(1, training.burnin) and e % training.frequency == 0]
+    return [
+        e
+        for e in range(1, training.epochs + 1)
+        if e >= max(1, training.burnin) and e % training.frequency == 0
+    ]
 
 
 def weight_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:

@@ -1,8 +1,9 @@
 """The training loop: weights by their loss, hyperparameters by the evidence, interleaved.
 
-After `burnin` epochs, every `frequency` epochs, a round of hyperparameter steps follows the epoch's weight steps
-(Immer et al. 2021, algorithm 1). Learning rates are functions of the steps taken, and every random draw comes from a
-generator whose state is in the checkpoint, so that a resumed run repeats the uninterrupted one exactly.
+After `burnin` epochs, every `frequency` epochs, a round of hyperparameter steps follows the epoch's
+weight steps (Immer et al. 2021, algorithm 1). Learning rates are functions of the steps taken, and
+every random draw comes from a generator whose state is in the checkpoint, so that a resumed run
+repeats the uninterrupted one exactly.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Trainer:
         augment = [] if problem.augment is None else list(problem.augment.parameters())
         self.prior = torch.optim.Adam(method.hyperparameters(), self.training.lr_hyp)
         self.augment = torch.optim.Adam(augment, self.training.lr_aug) if augment else None
-        self.rounds = hyper_epochs(self.training) if method.learns_by in ("evidence", "samples") else []
+        self.rounds = (
+            hyper_epochs(self.training) if method.learns_by in ("evidence", "samples") else []
+        )
         self.epoch = 0
         self.steps = {"weights": 0, "prior": 0, "augment": 0}
         self.seconds = {"total": 0.0, "weights": 0.0, "hyper": 0.0}
@@ -52,8 +55,12 @@ class Trainer:
     def finished(self) -> bool:
         return self.epoch >= self.training.epochs
 
-    def run(self, folder: RunFolder | NoFolder, after_epoch: Callable[[Metrics], None] | None = None) -> None:
-        """Train to the last epoch; an interrupt ends the run after the epoch it falls in, with a checkpoint."""
+    def run(
+        self, folder: RunFolder | NoFolder, after_epoch: Callable[[Metrics], None] | None = None
+    ) -> None:
+        """Train to the last epoch; an interrupt ends the run after the epoch it falls in, with a
+        checkpoint.
+        """
         saved = -math.inf
         with deferred_interrupts() as interrupted:
             while not self.finished:
@@ -63,7 +70,11 @@ class Trainer:
                 if after_epoch is not None:
                     after_epoch(metrics)
                 due = time.monotonic() - saved >= self.problem.config.run.checkpoint_seconds
-                stop = interrupted() if self.ranks is None else self.ranks.largest(interrupted(), self._step("end"))
+                stop = (
+                    interrupted()
+                    if self.ranks is None
+                    else self.ranks.largest(interrupted(), self._step("end"))
+                )
                 if due or self.finished or stop:
                     folder.save(self.state())
                     saved = time.monotonic()
@@ -73,7 +84,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the time of a block of code to that of a part of the run, which goes on counting after a resume."""
+        """Add the time of a block of code to that of a part of the run, which goes on counting
+        after a resume.
+        """
         start = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - start
@@ -92,7 +105,9 @@ class Trainer:
             if evidence is not None:
                 metrics |= _described(evidence, self.problem) | self.method.describe()
             for split in ("train", "test"):
-                metrics |= {f"{split}_{name}": value for name, value in self.evaluate(split).items()}
+                metrics |= {
+                    f"{split}_{name}": value for name, value in self.evaluate(split).items()
+                }
         metrics |= {f"seconds_{part}": self.seconds[part] for part in ("weights", "hyper")}
         metrics["peak_memory_bytes"] = self.peak_memory()
         return metrics
@@ -119,7 +134,9 @@ class Trainer:
         losses: list[Tensor] = []
         self.problem.model.train()
         for index in order.split(training.batch_size):
-            rate = cosine(self.steps["weights"], per_epoch * training.epochs, training.lr, training.lr_min)
+            rate = cosine(
+                self.steps["weights"], per_epoch * training.epochs, training.lr, training.lr_min
+            )
             set_rate(self.weights, rate)
             self.weights.zero_grad()
             with named(self.ranks, self._step(f"weight step {len(losses) + 1}")):
@@ -140,10 +157,14 @@ class Trainer:
         mean_loss = total.item() / data.n_data
         if not math.isfinite(mean_loss):
             raise NtkMarglikError(
-                f"The training loss became {mean_loss} in epoch {self.epoch}; the run folder holds the metrics up to "
+                f"The training loss became {mean_loss} in epoch {self.epoch}; the run folder holds "
+                f"the metrics up to "
                 f"epoch {self.epoch - 1}. A smaller --lr (now {training.lr:g}) usually helps."
             )
-        return {"loss": mean_loss, "map_gradient_norm": torch.stack([g.norm() for g in gradient]).norm().item()}
+        return {
+            "loss": mean_loss,
+            "map_gradient_norm": torch.stack([g.norm() for g in gradient]).norm().item(),
+        }
 
     def _follow_the_loss(self, total: int) -> None:
         """A step of each hyperparameter down the gradient that the weights' loss has left in it."""
@@ -152,7 +173,9 @@ class Trainer:
             ("prior", self.prior, training.lr_hyp, training.lr_hyp_min),
             ("augment", self.augment, training.lr_aug, training.lr_aug_min),
         ):
-            if optimizer is not None and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+            if optimizer is not None and any(
+                p.grad is not None for g in optimizer.param_groups for p in g["params"]
+            ):
                 set_rate(optimizer, cosine(self.steps[name], total, start, end))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -166,10 +189,15 @@ class Trainer:
 
         def set_rates(step: int) -> None:
             done = self.steps["prior"] + step
-            set_rate(self.prior, cosine(done, total * n_prior, training.lr_hyp, training.lr_hyp_min))
+            set_rate(
+                self.prior, cosine(done, total * n_prior, training.lr_hyp, training.lr_hyp_min)
+            )
             if self.augment is not None:
                 done = self.steps["augment"] + step
-                set_rate(self.augment, cosine(done, total * n_augment, training.lr_aug, training.lr_aug_min))
+                set_rate(
+                    self.augment,
+                    cosine(done, total * n_augment, training.lr_aug, training.lr_aug_min),
+                )
 
         round_ = Round(self.prior, self.augment, n_prior, n_augment, set_rates)
         self.problem.model.eval()
@@ -181,15 +209,21 @@ class Trainer:
         return round_.metrics if evidence is None else _described(evidence, self.problem)
 
     def _check_round(self, round_: Round, evidence: Evidence | None) -> None:
-        """Refuse to go on with hyperparameters, or with an evidence, that are not finite, wherever they come from."""
+        """Refuse to go on with hyperparameters, or with an evidence, that are not finite, wherever
+        they come from.
+        """
         values = [value for value in _numbers(round_.metrics) if not math.isfinite(value)]
         finite = evidence is None or bool(evidence.total.isfinite())
         if values or not (finite and self.problem.prior.log_precision.isfinite().all()):
             advice = f"A smaller --lr-hyp (now {self.training.lr_hyp:g}) usually helps."
             if self.method.learns_by == "samples":
-                advice = "Another --prior-precision to start from, more --solver-passes or fewer --em-steps may help."
+                advice = (
+                    "Another --prior-precision to start from, more --solver-passes or fewer "
+                    "--em-steps may help."
+                )
             raise NtkMarglikError(
-                f"The evidence or the prior became infinite or NaN in epoch {self.epoch}; the run folder holds the "
+                f"The evidence or the prior became infinite or NaN in epoch {self.epoch}; the run "
+                f"folder holds the "
                 f"metrics up to epoch {self.epoch - 1}. {advice}"
             )
 
@@ -200,7 +234,11 @@ class Trainer:
         training = model.training
         model.eval()
         try:
-            copies = self.problem.config.hyperparameters.aug_samples if self.problem.augment is not None else 1
+            copies = (
+                self.problem.config.hyperparameters.aug_samples
+                if self.problem.augment is not None
+                else 1
+            )
             return evaluate(self.method.outputs, x, y, max(1, 1000 // copies), self.ranks)
         finally:
             model.train(training)
@@ -209,14 +247,20 @@ class Trainer:
         """Everything that determines the rest of the run."""
         problem = self.problem
         return {
-            "epoch": self.epoch, "steps": self.steps, "seconds": self.seconds, "settings": problem.config.flat(),
-            "model": problem.model.state_dict(), "prior": problem.prior.state_dict(),
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "settings": problem.config.flat(),
+            "model": problem.model.state_dict(),
+            "prior": problem.prior.state_dict(),
             "augment": None if problem.augment is None else problem.augment.state_dict(),
-            "weight_optimizer": self.weights.state_dict(), "prior_optimizer": self.prior.state_dict(),
+            "weight_optimizer": self.weights.state_dict(),
+            "prior_optimizer": self.prior.state_dict(),
             "augment_optimizer": None if self.augment is None else self.augment.state_dict(),
-            "batches": self.batches.get_state(), "evidence": problem.generator.get_state(),
+            "batches": self.batches.get_state(),
+            "evidence": problem.generator.get_state(),
             "method": self.method.state(),
-        }  # fmt: skip
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a run where its checkpoint left it."""
@@ -238,7 +282,15 @@ class Trainer:
 
 # settings that may differ between the start of a run and its continuation
 FREE = {
-    *("out", "data_root", "device", "threads", "memory_budget", "checkpoint_seconds", "collective_timeout"),
+    *(
+        "out",
+        "data_root",
+        "device",
+        "threads",
+        "memory_budget",
+        "checkpoint_seconds",
+        "collective_timeout",
+    ),
     *("baseline", "resume", "dry_run", "wandb", "tensorboard"),
 }
 
@@ -247,19 +299,29 @@ def _described(evidence: Evidence, problem: Problem) -> Metrics:
     n = problem.data.n_data
     return {
         "log_marglik": evidence.total.item() / n,
-        "log_marglik_error": None if evidence.standard_error is None else evidence.standard_error / n,
+        "log_marglik_error": None
+        if evidence.standard_error is None
+        else evidence.standard_error / n,
         "log_marglik_status": evidence.status,
         "evidence_log_likelihood": evidence.log_likelihood.item() / n,
         "evidence_scatter": evidence.scatter.item() / n,
         "evidence_log_det_ratio": evidence.log_det_ratio.item() / n,
-        "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
+        "prior_precision": {
+            name: p.mean().item() for name, p in problem.prior.precisions().items()
+        },
     }
 
 
 def _numbers(metrics: Metrics) -> Iterator[float]:
     """All numbers of metrics, those in lists and by name included."""
     for value in metrics.values():
-        parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {"": value}
+        parts = (
+            value
+            if isinstance(value, dict)
+            else dict(enumerate(value))
+            if isinstance(value, list)
+            else {"": value}
+        )
         yield from (part for part in parts.values() if isinstance(part, float))
 
 

@@ -25,10 +25,16 @@ def device_of(config: Config) -> torch.device:
 
 
 def device_named(name: str) -> torch.device:
-    """The device asked for; a GPU, if there is one, for auto; to each process of torchrun its own."""
+    """The device asked for; a GPU, if there is one, for auto; to each process of torchrun its
+    own.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, local_rank()) if name == "cuda" and world_size() > 1 else torch.device(name)
+    return (
+        torch.device(name, local_rank())
+        if name == "cuda" and world_size() > 1
+        else torch.device(name)
+    )
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -37,11 +43,12 @@ def dtype_of(config: Config) -> torch.dtype:
 
 
 def threads_for(config: Config, data: Dataset, n_parameters: int) -> int:
-    """The number of CPU threads asked for; for 0, one where the work is too small to be shared, else a core is left.
+    """The number of CPU threads asked for; for 0, one where the work is too small to be shared,
+    else a core is left.
 
-    Threads wait for each other many times in every step. A second one gains a fifth for a small network, half for a
-    larger one, as long as each has a core to itself; with another program on one of the cores a step takes up to
-    twenty times as long as with one thread.
+    Threads wait for each other many times in every step. A second one gains a fifth for a small
+    network, half for a larger one, as long as each has a core to itself; with another program on
+    one of the cores a step takes up to twenty times as long as with one thread.
     """
     if config.run.threads:
         return config.run.threads

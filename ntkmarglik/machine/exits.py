@@ -12,16 +12,22 @@ from ntkmarglik.learn.distributed import rank
 
 
 def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Run a program: 0 if it ends well, 2 after an error that it explains, 130 after an interrupt."""
+    """Run a program: 0 if it ends well, 2 after an error that it explains, 130 after an
+    interrupt.
+    """
     try:
         program()
     except (NtkMarglikError, CurvatureError) as error:
-        print(f"error: {error}" if rank() == 0 else f"error on rank {rank()}: {error}", file=sys.stderr)
+        print(
+            f"error: {error}" if rank() == 0 else f"error on rank {rank()}: {error}",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         if rank() == 0:
             print(interrupted, file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit has nowhere to go
+        # what is flushed at exit has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

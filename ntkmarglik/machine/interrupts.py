@@ -21,7 +21,9 @@ def deferred_interrupts(unit: str = "epoch") -> Iterator[Callable[[], bool]]:
         print(f"\nstopping after this {unit}; interrupt again to stop at once", file=sys.stderr)
 
     try:
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {
+            number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)
+        }
     except ValueError:  # not in the main thread: leave signals alone
         previous = {}
     try:

@@ -14,7 +14,9 @@ SIDE = 1000  # of matrices that are timed
 
 
 def seconds(function: Callable[[], object], patience: float = math.inf) -> float:
-    """The shorter of two timings, or the first if it takes long; of one thread its own time, whatever else runs."""
+    """The shorter of two timings, or the first if it takes long; of one thread its own time,
+    whatever else runs.
+    """
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     clock = time.process_time if alone else time.perf_counter
     found: list[float] = []
@@ -35,7 +37,9 @@ class Speed:
 
     @staticmethod
     def measured(like: Tensor, decompose: Callable[[Tensor], object]) -> Speed:
-        """Of products in the number format of `like` and decompositions in double precision, where `like` is."""
+        """Of products in the number format of `like` and decompositions in double precision, where
+        `like` is.
+        """
         a = torch.rand(SIDE, SIDE, dtype=torch.float64, device=like.device)
         a = a @ a.mT + torch.eye(SIDE, dtype=a.dtype, device=like.device)
         b = a.to(like.dtype)
@@ -46,7 +50,8 @@ class Speed:
         )
 
     def algebra(self, structure: str, rows: int, modules: tuple[int, ...]) -> float:
-        """Kernels or weight-space matrices of a block of some rows and their decomposition; little for kfac and diag.
+        """Kernels or weight-space matrices of a block of some rows and their decomposition; little
+        for kfac and diag.
 
         modules: parameters of each.
         """
@@ -55,6 +60,7 @@ class Speed:
         total = 0.0
         for parameters in modules if structure == "blockdiag" else (sum(modules),):
             side = rows if structure == "ntk" else min(rows, parameters)
-            mirrored = 0.5 if side == rows else 1.0  # half of a kernel is the mirror image of the other
+            # half of a kernel is the mirror image of the other
+            mirrored = 0.5 if side == rows else 1.0
             total += mirrored * self.multiply * rows * parameters * side + self.decompose * side**3
         return total

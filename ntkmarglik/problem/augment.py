@@ -1,4 +1,6 @@
-"""Learnable affine augmentation: images moved, turned, scaled and sheared within ranges that are hyperparameters."""
+"""Learnable affine augmentation: images moved, turned, scaled and sheared within ranges that are
+hyperparameters.
+"""
 
 import contextlib
 import difflib
@@ -16,7 +18,9 @@ ROTATION = RANGES.index("rotation")
 
 
 def generators() -> Tensor:
-    """The six generators [6, 3, 3] of the affine group in the order of RANGES, on pixel coordinates in [-1, 1]."""
+    """The six generators [6, 3, 3] of the affine group in the order of RANGES, on pixel coordinates
+    in [-1, 1].
+    """
     g = torch.zeros(6, 3, 3)
     g[0, 0, 2] = 1
     g[1, 1, 2] = 1
@@ -28,10 +32,12 @@ def generators() -> Tensor:
 
 
 def stacked_grid(theta: Tensor, h: int, w: int) -> Tensor:
-    """Sampling grids of theta [n, A, 2, 3], the A pictures of an image stacked to one tall one: [n, A * h, w, 2].
+    """Sampling grids of theta [n, A, 2, 3], the A pictures of an image stacked to one tall one: [n,
+    A * h, w, 2].
 
-    With a tall grid `grid_sample` reads each image A times and never copies it; one matrix product for each
-    coordinate is several times faster than `affine_grid`, which would take most of the time of an augmentation.
+    With a tall grid `grid_sample` reads each image A times and never copies it; one matrix product
+    for each coordinate is several times faster than `affine_grid`, which would take most of the
+    time of an augmentation.
     """
     n, samples = theta.shape[:2]
     axes = (torch.linspace(-1, 1, size, device=theta.device, dtype=theta.dtype) for size in (h, w))
@@ -44,16 +50,18 @@ def stacked_grid(theta: Tensor, h: int, w: int) -> Tensor:
 class AffineAugmentation(nn.Module):
     """Draws A random affine images of each input; the six ranges `eta` are learned.
 
-    T = exp(sum_k eps_k eta_k G_k),  eps_k ~ U[-1, 1] for each image and sample; its top two rows are the sampling grid.
-    Immer et al. (2022), Invariance Learning in Deep Neural Networks with Differentiable Laplace Approximations.
+    T = exp(sum_k eps_k eta_k G_k),  eps_k ~ U[-1, 1] for each image and sample; its top two rows
+    are the sampling grid. Immer et al. (2022), Invariance Learning in Deep Neural Networks with
+    Differentiable Laplace Approximations.
 
-    samples: A. flip: also mirror left and right with probability 1/2. learn: names of the ranges that are learned.
-    init: where the learned ranges start (the others stay 0), or all six values. Exactly 0 is no augmentation, but a bad
-    start: the gradient there has mean 0 over eps, since eta and -eta are the same law, and bilinear sampling has a
-    kink at whole pixels. Hence 0.05: less than a pixel on 28x28.
+    samples: A. flip: also mirror left and right with probability 1/2. learn: names of the ranges
+    that are learned. init: where the learned ranges start (the others stay 0), or all six values.
+    Exactly 0 is no augmentation, but a bad start: the gradient there has mean 0 over eps, since eta
+    and -eta are the same law, and bilinear sampling has a kink at whole pixels. Hence 0.05: less
+    than a pixel on 28x28.
 
-    The draws come from torch's global generator: the evidence visits an input twice, and seeds and forks that
-    generator around each visit, for this module as for any other a user may pass.
+    The draws come from torch's global generator: the evidence visits an input twice, and seeds and
+    forks that generator around each visit, for this module as for any other a user may pass.
     """
 
     eta: nn.Parameter
@@ -75,11 +83,19 @@ class AffineAugmentation(nn.Module):
             if name not in RANGES:
                 close = difflib.get_close_matches(name, RANGES, n=1, cutoff=0.4)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise NtkMarglikError(f"learn must hold names out of {', '.join(RANGES)}, but has {name!r}.{hint}")
+                raise NtkMarglikError(
+                    f"learn must hold names out of {', '.join(RANGES)}, but has {name!r}.{hint}"
+                )
         learned = torch.tensor([float(name in learn) for name in RANGES])
-        start = learned * init if isinstance(init, float | int) else torch.tensor([float(v) for v in init])
+        start = (
+            learned * init
+            if isinstance(init, float | int)
+            else torch.tensor([float(v) for v in init])
+        )
         if start.shape != learned.shape:
-            raise NtkMarglikError(f"init must be one number or six ({', '.join(RANGES)}), but has {len(start)}.")
+            raise NtkMarglikError(
+                f"init must be one number or six ({', '.join(RANGES)}), but has {len(start)}."
+            )
         self.samples = samples
         self.flip = flip
         self._share: tuple[int, int] | None = None
@@ -89,9 +105,12 @@ class AffineAugmentation(nn.Module):
         self.project_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Random images of x [n, c, h, w] as [n, A, c, h, w], differentiable in `eta`; 0 beyond the border."""
+        """Random images of x [n, c, h, w] as [n, A, c, h, w], differentiable in `eta`; 0 beyond the
+        border.
+        """
         n, c, h, w = x.shape
-        # Pixel coordinates in half precision would miss by a pixel: no autocast, at least the precision of eta.
+        # Pixel coordinates in half precision would miss by a pixel: no autocast, at least the
+        # precision of eta.
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, self.eta.dtype)
             grid = stacked_grid(self.matrices(n, dtype).view(n, self.samples, 2, 3), h, w)
@@ -115,7 +134,13 @@ class AffineAugmentation(nn.Module):
     def draws(self, n: int, like: Tensor) -> Tensor:
         """The random directions eps [n * A, 6] of n images."""
         total, own = self._drawn(n)
-        return 2 * torch.rand(total * self.samples, len(RANGES), device=like.device, dtype=like.dtype)[own] - 1
+        return (
+            2
+            * torch.rand(total * self.samples, len(RANGES), device=like.device, dtype=like.dtype)[
+                own
+            ]
+            - 1
+        )
 
     def _drawn(self, n: int) -> tuple[int, slice]:
         """For how many images to draw, and which of the draws are those of the n given."""
@@ -124,7 +149,9 @@ class AffineAugmentation(nn.Module):
 
     @contextlib.contextmanager
     def sharing(self, start: int, total: int) -> Iterator[None]:
-        """Images given inside are those from `start` on in a batch of `total`, and are moved as they would be in it."""
+        """Images given inside are those from `start` on in a batch of `total`, and are moved as
+        they would be in it.
+        """
         self._share = start, total
         try:
             yield
@@ -133,7 +160,8 @@ class AffineAugmentation(nn.Module):
 
     @torch.no_grad()
     def project_(self) -> None:
-        """Bring the rotation range back to [-pi, pi], all angles; call it after every optimiser step.
+        """Bring the rotation range back to [-pi, pi], all angles; call it after every optimiser
+        step.
 
         A clamp in `forward` would stop the gradient outside, and with it the way back.
         """

@@ -21,19 +21,30 @@ RUNS = Path("runs")
 
 
 class RunFolder:
-    """`config.yaml`, `metrics.jsonl` (one line per epoch), `summary.json` and `checkpoint.pt` of one run.
+    """`config.yaml`, `metrics.jsonl` (one line per epoch), `summary.json` and `checkpoint.pt` of
+    one run.
 
-    A full disk is reported and does not stop the run: what is kept in memory is written once there is room again.
+    A full disk is reported and does not stop the run: what is kept in memory is written once there
+    is room again.
 
-    resume: take over the folder of an interrupted run and its lines up to `epoch`, those before its checkpoint.
-    unit: the name of what lines count, where it is not epochs.
+    resume: take over the folder of an interrupted run and its lines up to `epoch`, those before its
+    checkpoint. unit: the name of what lines count, where it is not epochs.
     """
 
-    def __init__(self, path: Path, config: Settings, *, resume: bool = False, epoch: int = 0, unit: str = "epoch"):
+    def __init__(
+        self,
+        path: Path,
+        config: Settings,
+        *,
+        resume: bool = False,
+        epoch: int = 0,
+        unit: str = "epoch",
+    ):
         self.path = path
         if not resume and holds_run(path):
             raise NtkMarglikError(
-                f"{path} already holds a run; continue it with --resume, or choose another folder with --out."
+                f"{path} already holds a run; continue it with --resume, or choose another folder "
+                f"with --out."
             )
         _made(path, new=False)
         self._warned: set[str] = set()
@@ -47,7 +58,9 @@ class RunFolder:
         """Append one epoch."""
         self.epochs.append(metrics)
         if self._whole:
-            self._whole = self._try("metrics.jsonl", lambda: _append(self.path / "metrics.jsonl", _line(metrics)))
+            self._whole = self._try(
+                "metrics.jsonl", lambda: _append(self.path / "metrics.jsonl", _line(metrics))
+            )
         else:  # an earlier line is missing or cut off
             self._whole = self._replace_metrics()
         self._mirrors.log(metrics)
@@ -78,7 +91,10 @@ class RunFolder:
         except OSError as error:
             if name not in self._warned:
                 reason = error.strerror or error
-                print(f"warning: {self.path / name} cannot be written ({reason}); the run goes on", file=sys.stderr)
+                print(
+                    f"warning: {self.path / name} cannot be written ({reason}); the run goes on",
+                    file=sys.stderr,
+                )
             self._warned.add(name)
             return False
         return True
@@ -104,7 +120,10 @@ class NoFolder:
 
 def holds_run(path: Path) -> bool:
     """Whether a folder has results that a new run would overwrite."""
-    return any((path / name).exists() for name in ("metrics.jsonl", "checkpoint.pt", "summary.json", "baseline"))
+    return any(
+        (path / name).exists()
+        for name in ("metrics.jsonl", "checkpoint.pt", "summary.json", "baseline")
+    )
 
 
 def read_metrics(path: Path) -> list[Metrics]:
@@ -142,7 +161,9 @@ def name_of(config: Config) -> str:
 
 def folder_of(config: Config) -> Path:
     """The run folder: as given; else named by the settings."""
-    name = f"{config.problem.dataset}-{config.problem.model}-{name_of(config)}-seed{config.run.seed}"
+    name = (
+        f"{config.problem.dataset}-{config.problem.model}-{name_of(config)}-seed{config.run.seed}"
+    )
     return config.run.out or folder_named(name, resume=config.run.resume)
 
 
@@ -155,7 +176,9 @@ def folder_named(name: str, *, resume: bool) -> Path:
 
 
 def _made(path: Path, *, new: bool = True) -> bool:
-    """Make a folder; False if it is there and has to be new. Of two runs that ask at once, one gets it."""
+    """Make a folder; False if it is there and has to be new. Of two runs that ask at once, one gets
+    it.
+    """
     try:
         path.mkdir(parents=True, exist_ok=not new)
     except FileExistsError:
@@ -164,7 +187,9 @@ def _made(path: Path, *, new: bool = True) -> bool:
         raise NtkMarglikError(f"{path} is a file; choose another run folder with --out.") from None
     except OSError as error:
         reason = error.strerror
-        raise NtkMarglikError(f"The run folder {path} cannot be made ({reason}); choose another with --out.") from error
+        raise NtkMarglikError(
+            f"The run folder {path} cannot be made ({reason}); choose another with --out."
+        ) from error
     return True
 
 

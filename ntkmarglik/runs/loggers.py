@@ -1,4 +1,6 @@
-"""Other places to watch a run in: wandb and tensorboard. The run folder has everything; they may fail."""
+"""Other places to watch a run in: wandb and tensorboard. The run folder has everything; they may
+fail.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Wandb:
         import wandb
 
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-        self._run = wandb.init(project="ntk-marglik", name=path.name, dir=str(path), config=config.flat(), mode=mode)
+        self._run = wandb.init(
+            project="ntk-marglik", name=path.name, dir=str(path), config=config.flat(), mode=mode
+        )
         self._unit = unit
 
     def log(self, metrics: Metrics) -> None:
@@ -67,7 +71,9 @@ class Mirrors:
                 try:
                     self._open.append(kind(path, config, unit))
                 except Exception as error:  # not installed, not logged in, no network
-                    _warn(f"{kind.__name__} is not available ({error}); the run folder has everything")
+                    _warn(
+                        f"{kind.__name__} is not available ({error}); the run folder has everything"
+                    )
 
     def log(self, metrics: Metrics) -> None:
         self._send(lambda mirror: mirror.log(metrics))
@@ -80,7 +86,10 @@ class Mirrors:
             try:
                 send(mirror)
             except Exception as error:  # whatever a tracking service raises
-                _warn(f"{type(mirror).__name__} failed and is switched off ({error}); the run folder has everything")
+                _warn(
+                    f"{type(mirror).__name__} failed and is switched off ({error}); the run folder "
+                    f"has everything"
+                )
                 self._open.remove(mirror)
 
 

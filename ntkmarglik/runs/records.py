@@ -1,4 +1,6 @@
-"""Rows of tables and figures, one per run or one per evaluated epoch, read from run folders or csv files."""
+"""Rows of tables and figures, one per run or one per evaluated epoch, read from run folders or csv
+files.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,37 @@ from ntkmarglik.runs.folder import read_metrics, read_summary
 Row = dict[str, Any]
 IDENTITY = ("dataset", "model", "n_data", "estimator", "augment", "seed")
 RUN_COLUMNS = (
-    *IDENTITY, "test_accuracy", "test_log_likelihood", "test_ece", "train_log_likelihood", "log_marglik",
-    "log_marglik_status", "seconds_weights", "seconds_hyper", "seconds_round", "command",
-)  # fmt: skip
-TRACE_COLUMNS = (*IDENTITY, "epoch", "log_marglik", "test_log_likelihood", "test_accuracy", "command")
+    *IDENTITY,
+    "test_accuracy",
+    "test_log_likelihood",
+    "test_ece",
+    "train_log_likelihood",
+    "log_marglik",
+    "log_marglik_status",
+    "seconds_weights",
+    "seconds_hyper",
+    "seconds_round",
+    "command",
+)
+TRACE_COLUMNS = (
+    *IDENTITY,
+    "epoch",
+    "log_marglik",
+    "test_log_likelihood",
+    "test_accuracy",
+    "command",
+)
 
 
 def run_folders(given: Iterable[Path]) -> list[Path]:
-    """Finished runs in the given folders: themselves, the runs one level below, and the baselines of both."""
-    found = [f for path in given for f in (path, *sorted(p for p in path.glob("*") if p.name != "baseline"))]
+    """Finished runs in the given folders: themselves, the runs one level below, and the baselines
+    of both.
+    """
+    found = [
+        f
+        for path in given
+        for f in (path, *sorted(p for p in path.glob("*") if p.name != "baseline"))
+    ]
     return [f for path in found for f in (path, path / "baseline") if read_summary(f) is not None]
 
 
@@ -36,7 +60,10 @@ def config_of(folder: Path) -> Config:
     """The settings of a run without where it ran, which is not part of what it is."""
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     known = {name: value for name, value in settings.items() if name in Config().flat()}
-    elsewhere = {name: Config().flat()[name] for name in ("out", "data_root", "resume", "device", "threads", "wandb")}
+    elsewhere = {
+        name: Config().flat()[name]
+        for name in ("out", "data_root", "resume", "device", "threads", "wandb")
+    }
     return Config().updated(**{**known, **elsewhere, "data_root": Config().problem.data_root})
 
 
@@ -53,22 +80,33 @@ def run_row(folder: Path) -> Row:
 
 
 def trace_rows(folder: Path) -> list[Row]:
-    """Evidence, as last estimated, and test metrics at every epoch with an evaluation; the command in the first row."""
+    """Evidence, as last estimated, and test metrics at every epoch with an evaluation; the command
+    in the first row.
+    """
     run, evidence = run_row(folder), None
     rows: list[Row] = []
     for metrics in read_metrics(folder):
         evidence = metrics.get("log_marglik", evidence)
         if "test_log_likelihood" in metrics:
-            found = {name: metrics[name] for name in ("epoch", "test_log_likelihood", "test_accuracy")}
+            found = {
+                name: metrics[name] for name in ("epoch", "test_log_likelihood", "test_accuracy")
+            }
             command = "" if rows else run["command"]
             rows.append(
-                {**{name: run[name] for name in IDENTITY}, **found, "log_marglik": evidence, "command": command}
+                {
+                    **{name: run[name] for name in IDENTITY},
+                    **found,
+                    "log_marglik": evidence,
+                    "command": command,
+                }
             )
     return rows
 
 
 def seconds_of_a_round(folder: Path) -> float | None:
-    """Median time of a round of hyperparameter steps but the first, in which the network is looked at; None without."""
+    """Median time of a round of hyperparameter steps but the first, in which the network is looked
+    at; None without.
+    """
     totals = [m["seconds_hyper"] for m in read_metrics(folder) if "log_marglik" in m]
     rounds = [later - earlier for earlier, later in itertools.pairwise(totals)]
     return statistics.median(rounds) if any(rounds) else None
@@ -84,7 +122,8 @@ def write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
 
 
 def collect(runs: Path, target: Path) -> None:
-    """For each folder of runs, `runs/bound-prior`, the files runs_bound_prior.csv and traces_bound_prior.csv.
+    """For each folder of runs, `runs/bound-prior`, the files runs_bound_prior.csv and
+    traces_bound_prior.csv.
 
     A bound grid, `runs/bound-grid-prior`, already has its csv: bound_grid_prior.csv.
     """

@@ -24,16 +24,30 @@ from ntkmarglik.problem.augment import RANGES
 from ntkmarglik.runs.loggers import Metrics
 
 Runs = dict[str, tuple[list[Metrics], Metrics]]  # label -> (epochs, summary)
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")  # told apart with any colour vision
+# told apart with any colour vision
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#000000",
+)
 WIDTH = 100  # of the table where there is no terminal
 NAMED_TENSORS = 16  # so many have room for their names
 STYLE: dict[Any, Any] = {
-    "font.size": 8, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False,
-    "axes.spines.right": False, "legend.frameon": False, "figure.dpi": 150,
-}  # fmt: skip
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "figure.dpi": 150,
+}
+# as a reader knows them
 RANGE_LABELS = dict(
     zip(RANGES, ("shift x", "shift y", "rotation", "scale x", "scale y", "shear"), strict=True)
-)  # as a reader knows them
+)
 
 
 def table(runs: Runs) -> Table:
@@ -44,23 +58,34 @@ def table(runs: Runs) -> Table:
         result.add_column(label, justify="right")
     summaries = [summary for _, summary in runs.values()]
     result.add_row("test accuracy", *(f"{100 * s['test_accuracy']:.2f} %" for s in summaries))
-    result.add_row("test log-likelihood per datum", *(f"{s['test_log_likelihood']:.4f}" for s in summaries))
+    result.add_row(
+        "test log-likelihood per datum", *(f"{s['test_log_likelihood']:.4f}" for s in summaries)
+    )
     result.add_row("test calibration error", *(f"{s['test_ece']:.4f}" for s in summaries))
     sampled = {"log-likelihood per datum": "log_likelihood", "calibration error": "ece"}
     if any("test_joint_log_likelihood" in s for s in summaries):
         sampled["joint log-likelihood per datum"] = "joint_log_likelihood"
         result.add_row(
-            "test joint log-likelihood per datum", *(_optional(s.get("test_joint_log_likelihood")) for s in summaries)
+            "test joint log-likelihood per datum",
+            *(_optional(s.get("test_joint_log_likelihood")) for s in summaries),
         )
     for label, key in sampled.items():
         if any(f"sampled_test_{key}" in s for s in summaries):
-            result.add_row(f"test {label}, sampled", *(_optional(s.get(f"sampled_test_{key}")) for s in summaries))
-    result.add_row("training log-likelihood per datum", *(f"{s['train_log_likelihood']:.4f}" for s in summaries))
+            result.add_row(
+                f"test {label}, sampled",
+                *(_optional(s.get(f"sampled_test_{key}")) for s in summaries),
+            )
+    result.add_row(
+        "training log-likelihood per datum",
+        *(f"{s['train_log_likelihood']:.4f}" for s in summaries),
+    )
     result.add_row("log evidence per datum", *map(_evidence, summaries))
     result.add_row("evidence is", *(_status(s) for s in summaries))
     if any("sigma" in s for s in summaries):
         result.add_row("posterior width sigma", *(_width(s) for s in summaries))
-        result.add_row("emphasis kappa", *(f"{s['kappa']:.4g}" if "kappa" in s else "-" for s in summaries))
+        result.add_row(
+            "emphasis kappa", *(f"{s['kappa']:.4g}" if "kappa" in s else "-" for s in summaries)
+        )
     result.add_row("seconds", *(f"{s['seconds_total']:.1f}" for s in summaries))
     return result
 
@@ -81,9 +106,15 @@ def _status(summary: Metrics) -> str:
 
 
 def _width(summary: Metrics) -> str:
-    """The standard deviations of a variational posterior, least and largest where they differ between tensors."""
+    """The standard deviations of a variational posterior, least and largest where they differ
+    between tensors.
+    """
     widths = summary.get("sigma", {}).values()
-    return " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(widths), max(widths)))) if widths else "-"
+    return (
+        " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(widths), max(widths))))
+        if widths
+        else "-"
+    )
 
 
 def show(runs: Runs) -> None:
@@ -91,7 +122,9 @@ def show(runs: Runs) -> None:
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table(runs))
 
 
-def save(runs: Runs, path: Path, *, augment: nn.Module | None = None, example: Tensor | None = None) -> None:
+def save(
+    runs: Runs, path: Path, *, augment: nn.Module | None = None, example: Tensor | None = None
+) -> None:
     """Draw the figure into a file; a full disk is reported and costs the figure only."""
     try:
         figure(runs, path, augment=augment, example=example)
@@ -100,14 +133,23 @@ def save(runs: Runs, path: Path, *, augment: nn.Module | None = None, example: T
         print(f"warning: {path} cannot be written ({error.strerror or error})", file=sys.stderr)
 
 
-def figure(runs: Runs, path: Path, *, augment: nn.Module | None = None, example: Tensor | None = None) -> None:
-    """Curves over epochs, the learned prior of every layer, and what the learned augmentation does to an input."""
+def figure(
+    runs: Runs, path: Path, *, augment: nn.Module | None = None, example: Tensor | None = None
+) -> None:
+    """Curves over epochs, the learned prior of every layer, and what the learned augmentation does
+    to an input.
+    """
     rows = 1 if augment is None or example is None else 2
     with plt.rc_context(STYLE):
         picture = plt.figure(figsize=(10, 3.4 * rows), layout="constrained")
         grid = picture.add_gridspec(rows, 3, width_ratios=[1, 1, 1.1])
         _curve(picture.add_subplot(grid[0, 0]), runs, "log_marglik", "log evidence per datum")
-        _curve(picture.add_subplot(grid[0, 1]), runs, "test_log_likelihood", "test log-likelihood per datum")
+        _curve(
+            picture.add_subplot(grid[0, 1]),
+            runs,
+            "test_log_likelihood",
+            "test log-likelihood per datum",
+        )
         _precisions(picture.add_subplot(grid[0, 2]), runs)
         if augment is not None and example is not None:
             _ranges(picture.add_subplot(grid[1, 0]), runs)
@@ -119,22 +161,37 @@ def figure(runs: Runs, path: Path, *, augment: nn.Module | None = None, example:
 
 
 def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
-    """A quantity of every run over the epochs; a run that has only its last value is a dashed line."""
+    """A quantity of every run over the epochs; a run that has only its last value is a dashed
+    line.
+    """
     shown = []
     for (label, (epochs, summary)), colour in zip(runs.items(), COLOURS, strict=False):
         points = [(m["epoch"], m[key]) for m in epochs if key in m]
         final = summary[key]
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, label=f"{label}: {final:.3f}", linewidth=1.4)
+            axes.plot(
+                *zip(*points, strict=True),
+                color=colour,
+                label=f"{label}: {final:.3f}",
+                linewidth=1.4,
+            )
         else:
-            axes.axhline(final, color=colour, label=f"{label}: {final:.3f}", linewidth=1.2, linestyle="--")
+            axes.axhline(
+                final, color=colour, label=f"{label}: {final:.3f}", linewidth=1.2, linestyle="--"
+            )
         shown += [final, *(value for _, value in points)]
     axes.set_xlabel("epoch")
     axes.set_title(title)
     axes.set_ylim(*window(shown, [summary[key] for _, summary in runs.values()]))
     axes.set_xlim(0, max((m["epoch"] for epochs, _ in runs.values() for m in epochs), default=1))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, handlelength=1.5, columnspacing=1.2)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=2,
+        handlelength=1.5,
+        columnspacing=1.2,
+    )
 
 
 def window(values: list[float], finals: list[float]) -> tuple[float, float]:
@@ -146,21 +203,26 @@ def window(values: list[float], finals: list[float]) -> tuple[float, float]:
 
 
 def _precisions(axes: Axes, runs: Runs) -> None:
-    """Prior precision of every parameter tensor, and where it started if it was learned by steps."""
+    """Prior precision of every parameter tensor, and where it started if it was learned by
+    steps.
+    """
     label, (_, summary) = next(iter(runs.items()))
     precisions, start = summary["prior_precision"], summary["initial_prior_precision"]
     named = len(precisions) <= NAMED_TENSORS
     positions = range(len(precisions))
     weights = [i for i, name in enumerate(precisions) if name.endswith("weight")]
     others = [i for i in positions if i not in weights]
-    values = [max(value, 1e-30) for value in precisions.values()]  # a logarithm of 0 cannot be drawn
+    # a logarithm of 0 cannot be drawn
+    values = [max(value, 1e-30) for value in precisions.values()]
     for kind, chosen, colour, marker in (
         ("weights", weights, COLOURS[0], "o"),
         ("biases, scalars", others, COLOURS[1], "s"),
     ):
         if chosen:
             learned = [values[i] for i in chosen]
-            axes.scatter(learned, chosen, color=colour, marker=marker, s=22 if named else 10, label=kind)
+            axes.scatter(
+                learned, chosen, color=colour, marker=marker, s=22 if named else 10, label=kind
+            )
             if named and start is not None:
                 axes.hlines(chosen, start, learned, color=colour, linewidth=1.2)
     if start is not None:
@@ -168,7 +230,9 @@ def _precisions(axes: Axes, runs: Runs) -> None:
         values = [start, *values]
     axes.set_xscale("log")
     low, high = min(values), max(values)
-    axes.set_xlim(10.0 ** math.floor(math.log10(low) - 0.05), 10.0 ** math.ceil(math.log10(high) + 0.05))
+    axes.set_xlim(
+        10.0 ** math.floor(math.log10(low) - 0.05), 10.0 ** math.ceil(math.log10(high) + 0.05)
+    )
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.invert_yaxis()
     if named:
@@ -176,7 +240,13 @@ def _precisions(axes: Axes, runs: Runs) -> None:
     else:
         axes.set_ylabel("parameter tensor, input to output")
     axes.set_title(f"prior precision of each tensor ({label})")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, handlelength=1.5, columnspacing=1.2)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=3,
+        handlelength=1.5,
+        columnspacing=1.2,
+    )
 
 
 def _ranges(axes: Axes, runs: Runs) -> None:
@@ -186,24 +256,36 @@ def _ranges(axes: Axes, runs: Runs) -> None:
     styles = ("-", "--", "-", ":", "-.", "--")
     for index, (name, style) in enumerate(zip(RANGES, styles, strict=True)):
         axes.plot(
-            [epoch for epoch, _ in points], [abs(eta[index]) for _, eta in points],
-            linestyle=style, color=COLOURS[index], label=RANGE_LABELS[name], linewidth=1.4,
-        )  # fmt: skip
+            [epoch for epoch, _ in points],
+            [abs(eta[index]) for _, eta in points],
+            linestyle=style,
+            color=COLOURS[index],
+            label=RANGE_LABELS[name],
+            linewidth=1.4,
+        )
     rotation = RANGES.index("rotation")
     if max((abs(eta[rotation]) for _, eta in points), default=0) > 1:
         axes.axhline(math.pi, color="0.5", linewidth=1, linestyle=":")
-        axes.annotate("π: every angle", (0.02, math.pi), (0, 3), axes.get_yaxis_transform(), "offset points")
+        axes.annotate(
+            "π: every angle", (0.02, math.pi), (0, 3), axes.get_yaxis_transform(), "offset points"
+        )
         axes.set_ylim(top=1.12 * math.pi)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("epoch")
     axes.set_title("learned ranges (rotation in radians)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, handlelength=2, columnspacing=1.2)
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, handlelength=2, columnspacing=1.2
+    )
 
 
-def _strip(axes: Axes, augment: nn.Module, example: Tensor, shown: int = 23, columns: int = 8) -> None:
+def _strip(
+    axes: Axes, augment: nn.Module, example: Tensor, shown: int = 23, columns: int = 8
+) -> None:
     """An input, then copies drawn from the learned augmentation, as a sheet of pictures."""
     with torch.no_grad():
-        copies = torch.cat([augmented(augment, example.unsqueeze(0), seed)[0] for seed in range(shown)])[:shown]
+        copies = torch.cat(
+            [augmented(augment, example.unsqueeze(0), seed)[0] for seed in range(shown)]
+        )[:shown]
     images = torch.cat([example.unsqueeze(0), copies]).float().cpu()
     low, high = images.amin(), images.amax()
     images = ((images - low) / (high - low).clamp_min(1e-6)).permute(0, 2, 3, 1)
@@ -214,7 +296,9 @@ def _strip(axes: Axes, augment: nn.Module, example: Tensor, shown: int = 23, col
     sheet = torch.cat([torch.cat(list(row), 1) for row in framed.split(columns)])
     axes.imshow(sheet.numpy(), interpolation="nearest")
     h, w = framed.shape[1:3]
-    frame = Rectangle((gap / 2, gap / 2), w - gap - 1, h - gap - 1, fill=False, edgecolor=COLOURS[1], linewidth=2)
+    frame = Rectangle(
+        (gap / 2, gap / 2), w - gap - 1, h - gap - 1, fill=False, edgecolor=COLOURS[1], linewidth=2
+    )
     axes.add_patch(frame)
     axes.set_title("a training input (framed) and draws from the learned augmentation")
     axes.axis("off")

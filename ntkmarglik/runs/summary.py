@@ -13,7 +13,9 @@ from ntkmarglik.runs.loggers import Metrics
 
 
 def summarise(trainer: Trainer) -> Metrics:
-    """Final metrics of a trained network, its evidence, what was learned, what it cost, and what it was made with."""
+    """Final metrics of a trained network, its evidence, what was learned, what it cost, and what it
+    was made with.
+    """
     problem, config = trainer.problem, trainer.problem.config
     with trainer.timed("total"):
         test, training = trainer.evaluate("test"), trainer.evaluate("train")
@@ -36,14 +38,20 @@ def summarise(trainer: Trainer) -> Metrics:
         "train_log_likelihood": training["log_likelihood"],
         "log_marglik": evidence.total.item() / n,
         "log_marglik_status": evidence.status,
-        "log_marglik_error": None if evidence.standard_error is None else evidence.standard_error / n,
+        "log_marglik_error": None
+        if evidence.standard_error is None
+        else evidence.standard_error / n,
         "log_marglik_structure": trainer.method.structure,
         "seconds_total": trainer.seconds["total"],
         "seconds_weights": trainer.seconds["weights"],
         "seconds_hyper": trainer.seconds["hyper"],
         "peak_memory_bytes": trainer.peak_memory(),
-        "prior_precision": {name: p.mean().item() for name, p in problem.prior.precisions().items()},
-        "initial_prior_precision": None if trainer.method.structure == "elbo" else hyper.prior_precision,
+        "prior_precision": {
+            name: p.mean().item() for name, p in problem.prior.precisions().items()
+        },
+        "initial_prior_precision": None
+        if trainer.method.structure == "elbo"
+        else hyper.prior_precision,
         "augmentation": None if eta is None else eta.detach().tolist(),
         "ranks": 1 if problem.ranks is None else problem.ranks.size,
         **extras,

@@ -1,4 +1,6 @@
-"""Runs that were mirrored to wandb, written as run folders again: the one place that asks wandb for results."""
+"""Runs that were mirrored to wandb, written as run folders again: the one place that asks wandb for
+results.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,37 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.runs.loggers import Metrics
 
-TEXTS = ("method", "dataset", "model", "subset", "outputs", "seed")  # not numbers, or settings: from the configuration
+# not numbers, or settings: from the configuration
+TEXTS = (
+    "method",
+    "dataset",
+    "model",
+    "subset",
+    "outputs",
+    "seed",
+)
 
 
 def download(project: str, target: Path) -> list[Path]:
-    """The finished runs of "entity/project" as run folders, within one folder per experiment as they ran."""
+    """The finished runs of "entity/project" as run folders, within one folder per experiment as
+    they ran.
+    """
     try:
         import wandb
     except ImportError as error:
-        raise NtkMarglikError("--source wandb needs wandb: pip install wandb; run folders need nothing.") from error
+        raise NtkMarglikError(
+            "--source wandb needs wandb: pip install wandb; run folders need nothing."
+        ) from error
     try:
         runs = list(wandb.Api().runs(project))
     except Exception as error:  # no account, no network, no such project
-        raise NtkMarglikError(f"wandb gives no runs of {project!r} ({error}); use --source runs or csv.") from error
+        raise NtkMarglikError(
+            f"wandb gives no runs of {project!r} ({error}); use --source runs or csv."
+        ) from error
     return [
-        _written(run, target / _experiment(run) / str(run.name)) for run in runs if "test_accuracy" in dict(run.summary)
+        _written(run, target / _experiment(run) / str(run.name))
+        for run in runs
+        if "test_accuracy" in dict(run.summary)
     ]
 
 
@@ -37,11 +55,17 @@ def _experiment(run: Any) -> str:
 
 def _written(run: Any, folder: Path) -> Path:
     settings = {name: value for name, value in dict(run.config).items() if name in Config().flat()}
-    summary: Metrics = {**{name: settings[name] for name in TEXTS if name in settings}, **_numbers(dict(run.summary))}
-    summary.setdefault("log_marglik_status", "approximation")  # texts are not mirrored: claim no more than is known
+    summary: Metrics = {
+        **{name: settings[name] for name in TEXTS if name in settings},
+        **_numbers(dict(run.summary)),
+    }
+    # texts are not mirrored: claim no more than is known
+    summary.setdefault("log_marglik_status", "approximation")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-    lines = [json.dumps(_numbers(metrics)) + "\n" for metrics in run.scan_history() if "epoch" in metrics]
+    lines = [
+        json.dumps(_numbers(metrics)) + "\n" for metrics in run.scan_history() if "epoch" in metrics
+    ]
     (folder / "metrics.jsonl").write_text("".join(lines))
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return folder
@@ -49,4 +73,6 @@ def _written(run: Any, folder: Path) -> Path:
 
 def _numbers(metrics: Metrics) -> Metrics:
     """Plain numbers; what wandb adds of its own is left out."""
-    return {k: v for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith("_")}
+    return {
+        k: v for k, v in metrics.items() if isinstance(v, int | float) and not k.startswith("_")
+    }

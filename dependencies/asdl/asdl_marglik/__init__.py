@@ -1,4 +1,6 @@
-"""Differentiable curvature of any torch module: kernels, dense and Kronecker-factored blocks, diagonals."""
+"""Differentiable curvature of any torch module: kernels, dense and Kronecker-factored blocks,
+diagonals.
+"""
 
 from asdl_marglik.curvature.kernel.gram import mixed_gram
 from asdl_marglik.curvature.structure import STRUCTURES, Problem, Structure, guarantee_of, parts_of
@@ -25,6 +27,7 @@ from asdl_marglik.watch.model import (
     matches,
     run,
     seeded,
+    taken,
     tensors_of,
     trainable,
 )
@@ -79,6 +82,7 @@ __all__ = [
     "run",
     "seeded",
     "statistics",
+    "taken",
     "tensors_of",
     "trainable",
 ]

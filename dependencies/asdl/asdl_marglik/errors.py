@@ -2,8 +2,12 @@
 
 
 class CurvatureError(Exception):
-    """Something about the model or the data makes the curvature undefined; the message names it and the fix."""
+    """Something about the model or the data makes the curvature undefined; the message names it and
+    the fix.
+    """
 
 
 class PrecisionLost(Exception):
-    """Statistics in single precision leave too much of a log-determinant to rounding: compute them in double."""
+    """Statistics in single precision leave too much of a log-determinant to rounding: compute them
+    in double.
+    """

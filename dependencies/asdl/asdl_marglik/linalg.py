@@ -1,8 +1,10 @@
-"""Small-matrix algebra, in float64 whatever the dtype of the model, with derivatives that stay finite.
+"""Small-matrix algebra, in float64 whatever the dtype of the model, with derivatives that stay
+finite.
 
-Rounding. A sum of products in float32 has an error of about 1e-7 of its largest eigenvalue in every direction, also in
-those where it should vanish. With a weak prior that error is not small beside the identity it is added to. What can be
-seen of it is checked: all pivots of I + K are at least 1, and eigenvalues below the rounding level are unknown.
+Rounding. A sum of products in float32 has an error of about 1e-7 of its largest eigenvalue in every
+direction, also in those where it should vanish. With a weak prior that error is not small beside
+the identity it is added to. What can be seen of it is checked: all pivots of I + K are at least 1,
+and eigenvalues below the rounding level are unknown.
 """
 
 from __future__ import annotations
@@ -16,30 +18,40 @@ from torch import Tensor
 
 from asdl_marglik.errors import CurvatureError, PrecisionLost
 
-ROUNDING = 1e-3  # how far rounding may move a pivot of I + K below 1, or a log-determinant, relative to it
-LEVEL = 16  # rounding level of eigenvalues, in units of the largest one times the precision of a number
+ROUNDING = (
+    1e-3  # how far rounding may move a pivot of I + K below 1, or a log-determinant, relative to it
+)
+LEVEL = (
+    16  # rounding level of eigenvalues, in units of the largest one times the precision of a number
+)
 COLUMNS = 2**22  # numbers of a piece of rows that is taken to float64 at a time
 MANY_ROWS = 128  # from here on half a product is faster than a whole one
 
 
 def log_det_factor(identity_plus: Tensor, *, coarse: bool = False) -> tuple[Tensor, Tensor, bool]:
-    """log|M| of M = I + K given by its lower triangle, and what `inverse_of` takes: a factor of M, or its inverse.
+    """log|M| of M = I + K given by its lower triangle, and what `inverse_of` takes: a factor of M,
+    or its inverse.
 
     Args:
         identity_plus: [..., n, n] in float64.
-        coarse: K was computed in lower precision; then too large an error is a `PrecisionLost`, else a warning.
+        coarse: K was computed in lower precision; then too large an error is a `PrecisionLost`,
+            else a warning.
     """
     factor, info = torch.linalg.cholesky_ex(identity_plus)
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
     if not info.any() and pivots.amin() >= 1 - ROUNDING:
         return pivots.log().sum(-1), factor, True
     if not identity_plus.isfinite().all():
-        raise CurvatureError("the kernel contains NaN or infinity; check inputs and weights for such values")
+        raise CurvatureError(
+            "the kernel contains NaN or infinity; check inputs and weights for such values"
+        )
     if coarse:
         raise PrecisionLost
     warnings.warn(
-        "rounding moves eigenvalues of the curvature by more than the prior's precision, so that its log-determinant "
-        "is known to few digits only; use a larger prior precision or noise, or a network in float64",
+        "rounding moves eigenvalues of the curvature by more than the prior's precision, so that "
+        "its log-determinant "
+        "is known to few digits only; use a larger prior precision or noise, or a network in "
+        "float64",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -69,15 +81,18 @@ class _LogDetIdentityPlus(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         (saved,) = ctx.saved_tensors
-        return (cotangents[0][..., None, None] * inverse_of(saved, ctx.is_factor)).to(ctx.dtype), None
+        return (cotangents[0][..., None, None] * inverse_of(saved, ctx.is_factor)).to(
+            ctx.dtype
+        ), None
 
 
 def _inverse_if_in_doubt(factor: Tensor, identity_plus: Tensor) -> tuple[Tensor, bool]:
-    """The factor of I + K, or its inverse where the derivative had to be looked at: what `inverse_of` takes.
+    """The factor of I + K, or its inverse where the derivative had to be looked at: what
+    `inverse_of` takes.
 
-    Cotangents of rows V with K = V V^T are (I + K)^-1 V, of squared size tr (I + K)^-1 - |(I + K)^-1|^2. In float32
-    they are off by about eps |(I + K)^-1| |V| / sqrt(n), which is no small part of them if all that K determines is
-    steep and the rest is flat.
+    Cotangents of rows V with K = V V^T are (I + K)^-1 V, of squared size tr (I + K)^-1 - |(I +
+    K)^-1|^2. In float32 they are off by about eps |(I + K)^-1| |V| / sqrt(n), which is no small
+    part of them if all that K determines is steep and the rest is flat.
     """
     eps = torch.finfo(torch.float32).eps
     if factor.diagonal(dim1=-2, dim2=-1).amax().square() <= ROUNDING / eps:
@@ -132,7 +147,9 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(weights: Tensor, matrices: Tensor) -> Tensor:
-    """sum_g weights[g] matrices[g] in float64, without a float64 copy of all matrices, here and on the way back."""
+    """sum_g weights[g] matrices[g] in float64, without a float64 copy of all matrices, here and on
+    the way back.
+    """
     return _WeightedSum.apply(weights, matrices)
 
 
@@ -148,11 +165,16 @@ class _PsdSqrt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        # S dS + dS S = dM: in the eigenbasis dS_ij = dM_ij / (s_i + s_j), finite also for repeated eigenvalues
+        # S dS + dS S = dM: in the eigenbasis dS_ij = dM_ij / (s_i + s_j), finite also for repeated
+        # eigenvalues
         roots, vectors = ctx.saved_tensors
         total = roots.unsqueeze(-1) + roots.unsqueeze(-2)
         inner = vectors.mT @ ((cotangents[0] + cotangents[0].mT) / 2) @ vectors
-        return vectors @ torch.where(total > _tiny(roots), inner / total, torch.zeros_like(inner)) @ vectors.mT
+        return (
+            vectors
+            @ torch.where(total > _tiny(roots), inner / total, torch.zeros_like(inner))
+            @ vectors.mT
+        )
 
 
 def psd_sqrt(matrix: Tensor) -> Tensor:
@@ -186,7 +208,8 @@ class _EigenRoot(torch.autograd.Function):
 def eigen_root(matrix: Tensor) -> Tensor:
     """Root U = V sqrt(E) of positive semi-definite M = V E V^T, columns by decreasing eigenvalue.
 
-    Where two eigenvalues coincide their eigenvectors are not differentiable and the coupling's derivative is set to 0.
+    Where two eigenvalues coincide their eigenvectors are not differentiable and the coupling's
+    derivative is set to 0.
     """
     return _EigenRoot.apply(matrix)
 
@@ -197,7 +220,9 @@ def _tiny(roots: Tensor) -> Tensor:
 
 
 class _Eigenvalues(torch.autograd.Function):
-    """Values in float64; derivatives, which are as precise as what they are derived from, in the dtype given."""
+    """Values in float64; derivatives, which are as precise as what they are derived from, in the
+    dtype given.
+    """
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
@@ -237,7 +262,9 @@ def _smaller_gram(rows: Tensor) -> Tensor:
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:
-    """Eigenvalues of symmetric M [..., n, n] in float64, ascending; their derivative needs no gaps."""
+    """Eigenvalues of symmetric M [..., n, n] in float64, ascending; their derivative needs no
+    gaps.
+    """
     if torch.is_grad_enabled() and matrix.requires_grad:
         return _Eigenvalues.apply(matrix)
     return torch.linalg.eigvalsh(matrix.to(torch.float64))
@@ -251,7 +278,8 @@ def eigenvalues_of_rows(rows: Tensor) -> Tensor:
 
 
 def resolved(values: Tensor, eps: float) -> Tensor:
-    """Eigenvalues [..., n] of a positive semi-definite matrix, those that rounding can make of nothing set to 0.
+    """Eigenvalues [..., n] of a positive semi-definite matrix, those that rounding can make of
+    nothing set to 0.
 
     eps: relative precision of the matrix.
     """
@@ -265,12 +293,15 @@ def precision_of_sums(dtype: torch.dtype) -> float:
 
 
 def precision_of_rows(dtype: torch.dtype) -> float:
-    """The same for rows of that dtype whose products are summed up in float64: their errors are squared."""
+    """The same for rows of that dtype whose products are summed up in float64: their errors are
+    squared.
+    """
     return max(torch.finfo(torch.float64).eps, LEVEL * torch.finfo(dtype).eps ** 2)
 
 
 def gram_of(rows: Tensor) -> Tensor:
-    """R R^T of rows R [N, D]; of many rows, what is above the diagonal is mirrored instead of computed.
+    """R R^T of rows R [N, D]; of many rows, what is above the diagonal is mirrored instead of
+    computed.
 
     For passes, which make their own derivatives: autograd does not follow it.
     """
@@ -283,7 +314,9 @@ def gram_of(rows: Tensor) -> Tensor:
 
 
 def gram_in_double(rows: Tensor, inverse_precision: Tensor | None = None) -> Tensor:
-    """R P^-1 R^T in float64 of rows R [N, D] of any dtype, some columns at a time; for passes, as `gram_of`."""
+    """R P^-1 R^T in float64 of rows R [N, D] of any dtype, some columns at a time; for passes, as
+    `gram_of`.
+    """
     gram = rows.new_zeros(len(rows), len(rows), dtype=torch.float64)
     for some in _pieces(rows):
         piece = rows[:, some].double()
@@ -330,7 +363,8 @@ class _SecondMoment(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         (rows,) = ctx.saved_tensors
-        return rows @ (cotangents[0] + cotangents[0].mT)  # one product, where autograd would make two
+        # one product, where autograd would make two
+        return rows @ (cotangents[0] + cotangents[0].mT)
 
 
 def second_moment(rows: Tensor) -> Tensor:

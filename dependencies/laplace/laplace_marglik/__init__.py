@@ -1,4 +1,6 @@
-"""Marginal likelihoods of neural networks from blocks of data, differentiable in every hyperparameter."""
+"""Marginal likelihoods of neural networks from blocks of data, differentiable in every
+hyperparameter.
+"""
 
 from asdl_marglik import Ranks, RanksError
 from laplace_marglik.errors import MarglikError
@@ -6,7 +8,7 @@ from laplace_marglik.evidence.by_blocks import evidence_by_blocks
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_marglik.evidence.spectrum import SpectralMarginalLikelihood, Spectrum
-from laplace_marglik.likelihood import (  # fmt: skip
+from laplace_marglik.likelihood import (
     Bernoulli,
     Categorical,
     DiagonalLikelihood,
@@ -26,9 +28,33 @@ from laplace_marglik.variational.elbo import Bounds, DataEmphasizedELBO
 from laplace_marglik.variational.gaussian import FixedPosterior, Posterior
 
 __all__ = [
-    "Bernoulli", "Block", "Bounds", "Categorical", "ClassPartition", "ConditionalScore", "DataEmphasizedELBO",
-    "DiagonalLaplace", "DiagonalLikelihood", "Evidence", "FixedPosterior", "FromLogProb", "Gaussian", "GaussianPrior",
-    "HeteroscedasticGaussian", "Likelihood", "LowRankCovariance", "MarginalLikelihood", "MarglikError", "Partition",
-    "Poisson", "Posterior", "Ranks", "RanksError", "SampledLaplace", "SpectralMarginalLikelihood", "Spectrum", "clml",
+    "Bernoulli",
+    "Block",
+    "Bounds",
+    "Categorical",
+    "ClassPartition",
+    "ConditionalScore",
+    "DataEmphasizedELBO",
+    "DiagonalLaplace",
+    "DiagonalLikelihood",
+    "Evidence",
+    "FixedPosterior",
+    "FromLogProb",
+    "Gaussian",
+    "GaussianPrior",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "LowRankCovariance",
+    "MarginalLikelihood",
+    "MarglikError",
+    "Partition",
+    "Poisson",
+    "Posterior",
+    "Ranks",
+    "RanksError",
+    "SampledLaplace",
+    "SpectralMarginalLikelihood",
+    "Spectrum",
+    "clml",
     "evidence_by_blocks",
-]  # fmt: skip
+]

@@ -1,4 +1,6 @@
-"""What users hand over, checked where it comes in: each mistake is one sentence that says what to give instead."""
+"""What users hand over, checked where it comes in: each mistake is one sentence that says what to
+give instead.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,21 @@ from torch import Tensor, nn
 
 from laplace_marglik.errors import MarglikError
 
-LARGEST_LOG = 80.0  # of a log precision, noise or temperature: beyond, exp overflows in single precision
+LARGEST_LOG = (
+    80.0  # of a log precision, noise or temperature: beyond, exp overflows in single precision
+)
 
 
 def positive_integer(name: str, value: Any) -> int:
     """A count that is at least 1."""
     number = isinstance(value, (int, float)) or hasattr(value, "__index__")
-    if not number or isinstance(value, bool) or not math.isfinite(value) or int(value) != value or value < 1:
+    if (
+        not number
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or int(value) != value
+        or value < 1
+    ):
         raise MarglikError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
 
@@ -32,7 +42,8 @@ def positive_number(name: str, value: float) -> float:
 def outside_inference_mode() -> None:
     if torch.is_inference_mode_enabled():
         raise MarglikError(
-            "the evidence is made of derivatives, which torch.inference_mode() forbids; call it outside, or under "
+            "the evidence is made of derivatives, which torch.inference_mode() forbids; call it "
+            "outside, or under "
             "torch.no_grad() where no gradients are wanted"
         )
 
@@ -48,7 +59,9 @@ def targets(y: Any) -> Tensor:
         return ordinary(y)
     if type(y).__module__ == "numpy":
         return torch.as_tensor(y)
-    raise MarglikError(f"targets must be a tensor, got {type(y).__name__}; convert with torch.as_tensor")
+    raise MarglikError(
+        f"targets must be a tensor, got {type(y).__name__}; convert with torch.as_tensor"
+    )
 
 
 def pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
@@ -58,7 +71,8 @@ def pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
             found = f"with the keys {list(batch)}" if isinstance(batch, Mapping) else ""
             found = f"of {len(batch)} entries" if isinstance(batch, (tuple, list)) else found
             raise MarglikError(
-                f"every batch of the loader must be a pair (inputs, targets), got a {type(batch).__name__} {found}; "
+                f"every batch of the loader must be a pair (inputs, targets), got a "
+                f"{type(batch).__name__} {found}; "
                 "wrap the loader in an object whose __iter__ gives such pairs"
             )
         yield batch[0], batch[1]
@@ -82,5 +96,6 @@ def as_module(augment: Any) -> nn.Module | None:
     if callable(augment):
         return _Function(augment)
     raise MarglikError(
-        f"augment must be a module or a function x [n, ...] -> [n, A, ...], got {type(augment).__name__}"
+        f"augment must be a module or a function x [n, ...] -> [n, A, ...], got "
+        f"{type(augment).__name__}"
     )

@@ -1,8 +1,8 @@
 """Partitions of the rows (data point, root column) into blocks.
 
-The log-determinant of the whole is at most the sum over blocks (Fischer), so every partition gives a lower bound of
-the evidence; a block drawn uniformly, its terms multiplied by the number of blocks, is an unbiased estimate of that
-bound. All blocks together contain every row exactly once.
+The log-determinant of the whole is at most the sum over blocks (Fischer), so every partition gives
+a lower bound of the evidence; a block drawn uniformly, its terms multiplied by the number of
+blocks, is an unbiased estimate of that bound. All blocks together contain every row exactly once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,22 @@ class Block:
         return self.n_data_blocks * self.n_column_blocks
 
     def check(self, n: int, n_data: int, n_outputs: int) -> None:
-        """Refuse a block that is not of these n data points, or of another partition: its counts would be wrong."""
+        """Refuse a block that is not of these n data points, or of another partition: its counts
+        would be wrong.
+        """
         if n != len(self.index):
-            raise MarglikError(f"the block has {len(self.index)} data points but {n} were given; pass x[block.index]")
-        for name, of_block, expected in (("data points", self.n_data, n_data), ("outputs", self.n_outputs, n_outputs)):
+            raise MarglikError(
+                f"the block has {len(self.index)} data points but {n} were given; pass "
+                f"x[block.index]"
+            )
+        for name, of_block, expected in (
+            ("data points", self.n_data, n_data),
+            ("outputs", self.n_outputs, n_outputs),
+        ):
             if of_block != expected:
                 raise MarglikError(
-                    f"the block is of a partition of {of_block} {name}, but there are {expected}; build the Partition "
+                    f"the block is of a partition of {of_block} {name}, but there are {expected}; "
+                    f"build the Partition "
                     "with the n_data of the marginal likelihood and all outputs of the network"
                 )
 
@@ -46,16 +55,23 @@ class Block:
 class Partition:
     """Random blocks of at most `subset` data points and `outputs` root columns.
 
-    columns "shared": a block's data points have the same columns. "iid": every data point has its own random order of
-    columns. Data are dealt into ceil(N/S) blocks whose sizes differ by at most one, so that no block is far noisier
-    than the others; the same holds for columns. `redraw()` (once per epoch) makes a new partition of the same kind;
-    `sample()` goes through the blocks in random order and starts a new round, without redrawing, after the last.
+    columns "shared": a block's data points have the same columns. "iid": every data point has its
+    own random order of columns. Data are dealt into ceil(N/S) blocks whose sizes differ by at most
+    one, so that no block is far noisier than the others; the same holds for columns. `redraw()`
+    (once per epoch) makes a new partition of the same kind; `sample()` goes through the blocks in
+    random order and starts a new round, without redrawing, after the last.
     """
 
     def __init__(
-        self, n_data: int, n_outputs: int, subset: int | None = None, outputs: int | None = None, *, columns: str =
-        "shared", generator: torch.Generator | None = None,
-    ):  # fmt: skip
+        self,
+        n_data: int,
+        n_outputs: int,
+        subset: int | None = None,
+        outputs: int | None = None,
+        *,
+        columns: str = "shared",
+        generator: torch.Generator | None = None,
+    ):
         self.n_data, self.n_outputs = n_data, n_outputs
         self.subset = _within("subset", subset, n_data, "data points")
         self.outputs = _within("outputs", outputs, n_outputs, "outputs")
@@ -87,9 +103,15 @@ class Partition:
         if not 0 <= position < len(self):
             raise IndexError(f"block {position} of {len(self)}")
         index = self._data[position // self.n_column_blocks]
-        order = self._column_order[index] if self.columns == "iid" else self._column_order.expand(len(index), -1)
+        order = (
+            self._column_order[index]
+            if self.columns == "iid"
+            else self._column_order.expand(len(index), -1)
+        )
         columns = order.tensor_split(self.n_column_blocks, 1)[position % self.n_column_blocks]
-        return Block(index, columns, len(self._data), self.n_column_blocks, self.n_data, self.n_outputs)
+        return Block(
+            index, columns, len(self._data), self.n_column_blocks, self.n_data, self.n_outputs
+        )
 
     def __iter__(self) -> Iterator[Block]:
         return (self[position] for position in range(len(self)))
@@ -102,14 +124,24 @@ class Partition:
 
 
 class ClassPartition(Partition):
-    """Blocks filled class by class: data of one class stay together as far as the block size allows."""
+    """Blocks filled class by class: data of one class stay together as far as the block size
+    allows.
+    """
 
     def __init__(
-        self, labels: Tensor, n_outputs: int, subset: int | None = None, outputs: int | None = None, *, columns: str =
-        "shared", generator: torch.Generator | None = None,
-    ):  # fmt: skip
+        self,
+        labels: Tensor,
+        n_outputs: int,
+        subset: int | None = None,
+        outputs: int | None = None,
+        *,
+        columns: str = "shared",
+        generator: torch.Generator | None = None,
+    ):
         self.labels = labels.detach().cpu()
-        super().__init__(len(labels), n_outputs, subset, outputs, columns=columns, generator=generator)
+        super().__init__(
+            len(labels), n_outputs, subset, outputs, columns=columns, generator=generator
+        )
 
     def _order(self) -> Tensor:
         shuffled = torch.randperm(self.n_data, generator=self.generator)
@@ -125,5 +157,7 @@ def _within(name: str, value: int | None, limit: int, what: str) -> int:
     if value is None:
         return limit
     if not 1 <= value <= limit:
-        raise MarglikError(f"{name} must be between 1 and the {limit} {what} there are, got {value}")
+        raise MarglikError(
+            f"{name} must be between 1 and the {limit} {what} there are, got {value}"
+        )
     return value

@@ -18,31 +18,42 @@ Structure = Literal["scalar", "layerwise", "diagonal"]
 
 
 class GaussianPrior(nn.Module):
-    """w ~ N(mean, Sigma / precision), the precision shared within groups of weights; Sigma = I unless given.
+    """w ~ N(mean, Sigma / precision), the precision shared within groups of weights; Sigma = I
+    unless given.
 
-    Groups: "scalar" (one for all), "layerwise" (one per parameter tensor), "diagonal" (one per element), or a mapping
-    from name patterns to group names, the first pattern that fits deciding ({"head.*": "head", "*": "body"}).
-    `log_precision` [G] is the parameter to learn, groups in the order of `model.named_parameters()`.
+    Groups: "scalar" (one for all), "layerwise" (one per parameter tensor), "diagonal" (one per
+    element), or a mapping from name patterns to group names, the first pattern that fits deciding
+    ({"head.*": "head", "*": "body"}). `log_precision` [G] is the parameter to learn, groups in the
+    order of `model.named_parameters()`.
 
-    precision: initial value, one for all, or by group name. groups: in place of a structure, one group for each name
-    pattern with its initial precision (None: `precision`); every weight must fit exactly one ({"backbone.*": 1.0,
-    "head.*": None}). mean: a number, a mapping from parameter names to tensors (others zero), or "current" for the
-    weights as they are now (L2-SP). covariance: Sigma of some groups by name, as of pretrained weights; for variational
-    objectives only. hyper: name patterns of parameters that are not weights.
+    precision: initial value, one for all, or by group name. groups: in place of a structure, one
+    group for each name pattern with its initial precision (None: `precision`); every weight must
+    fit exactly one ({"backbone.*": 1.0, "head.*": None}). mean: a number, a mapping from parameter
+    names to tensors (others zero), or "current" for the weights as they are now (L2-SP).
+    covariance: Sigma of some groups by name, as of pretrained weights; for variational objectives
+    only. hyper: name patterns of parameters that are not weights.
     """
 
     log_precision: nn.Parameter
 
     def __init__(
-        self, model: nn.Module, structure: Structure | Mapping[str, str] = "layerwise",
-        precision: float | Mapping[str, float] = 1.0, *, groups: Mapping[str, float | None] | None = None,
+        self,
+        model: nn.Module,
+        structure: Structure | Mapping[str, str] = "layerwise",
+        precision: float | Mapping[str, float] = 1.0,
+        *,
+        groups: Mapping[str, float | None] | None = None,
         mean: float | Mapping[str, Tensor] | Literal["current"] = 0.0,
-        covariance: Mapping[str, LowRankCovariance] | None = None, hyper: Iterable[str] = (),
-    ):  # fmt: skip
+        covariance: Mapping[str, LowRankCovariance] | None = None,
+        hyper: Iterable[str] = (),
+    ):
         super().__init__()
         weights = trainable(model, hyper)
         if not weights:
-            raise MarglikError("the model has no parameters that require grad; unfreeze some or name fewer as hyper")
+            raise MarglikError(
+                "the model has no parameters that require grad; unfreeze some or name fewer as "
+                "hyper"
+            )
         if groups is not None:
             structure, precision = _exclusive(groups, structure, precision, weights)
         self.groups: Groups
@@ -59,29 +70,36 @@ class GaussianPrior(nn.Module):
 
     def precisions(self) -> dict[str, Tensor]:
         """The precision of each weight: a scalar, or one value per element."""
-        return {name: self.log_precision.detach()[group].exp() for name, group in self.groups.items()}
+        return {
+            name: self.log_precision.detach()[group].exp() for name, group in self.groups.items()
+        }
 
     def mean_of(self, name: str) -> Tensor | float:
         return self.means.of(name)
 
     def check(self, weights: Mapping[str, Tensor], hyper: Iterable[str] = ()) -> None:
-        """Refuse weights that the prior was not built for, and parameters `hyper` that it takes for weights."""
+        """Refuse weights that the prior was not built for, and parameters `hyper` that it takes for
+        weights.
+        """
         both = [name for name in hyper if name in self.groups]
         if both:
             raise MarglikError(
-                f"{both[0]!r} is a hyperparameter of the objective but a weight of the prior; give the prior the same "
+                f"{both[0]!r} is a hyperparameter of the objective but a weight of the prior; give "
+                f"the prior the same "
                 "patterns, GaussianPrior(model, ..., hyper=...)"
             )
         for name, w in weights.items():
             if name not in self.groups:
                 raise MarglikError(
-                    f"the prior has no group for {name!r}; build it for this model, with the same hyper patterns, "
+                    f"the prior has no group for {name!r}; build it for this model, with the same "
+                    f"hyper patterns, "
                     "after freezing or unfreezing parameters"
                 )
             group = self.groups[name]
             if isinstance(group, slice) and group.stop - group.start != w.numel():
                 raise MarglikError(
-                    f"the prior has {group.stop - group.start} precisions for {name!r}, which has {w.numel()} entries; "
+                    f"the prior has {group.stop - group.start} precisions for {name!r}, which has "
+                    f"{w.numel()} entries; "
                     "build it for this model"
                 )
 
@@ -92,8 +110,10 @@ class GaussianPrior(nn.Module):
             return
         entry = int((~(values.abs() <= LARGEST_LOG)).nonzero()[0])
         raise MarglikError(
-            f"the log precision of group {self.group_names[entry]!r} is {float(values[entry]):g} (NaN or "
-            f"beyond {LARGEST_LOG:g}), which overflows; learn the prior with a smaller step, or limit it"
+            f"the log precision of group {self.group_names[entry]!r} is {float(values[entry]):g} "
+            f"(NaN or "
+            f"beyond {LARGEST_LOG:g}), which overflows; learn the prior with a smaller step, or "
+            f"limit it"
         )
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -102,7 +122,9 @@ class GaussianPrior(nn.Module):
         deviations = {}
         for name, w in weights.items():
             mean = self.mean_of(name)
-            deviations[name] = w - mean.to(w) if isinstance(mean, Tensor) else w - mean if mean else w
+            deviations[name] = (
+                w - mean.to(w) if isinstance(mean, Tensor) else w - mean if mean else w
+            )
         return deviations
 
     def squares(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -117,23 +139,33 @@ class GaussianPrior(nn.Module):
         return squares
 
     def scatter(self, squares: Tensor) -> Tensor:
-        """(w - mean)^T P0 (w - mean) from `squares`; differentiable in the precision, not in the weights."""
+        """(w - mean)^T P0 (w - mean) from `squares`; differentiable in the precision, not in the
+        weights.
+        """
         return (self.log_precision.double().exp() * squares).sum()
 
     def penalty(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The same quadratic form for training the weights: differentiable in them, not in the precision."""
+        """The same quadratic form for training the weights: differentiable in them, not in the
+        precision.
+        """
         precision = self.log_precision.detach().exp()
         terms = []
         for name, deviation in self.deviations(weights).items():
             group = self.groups[name]
             scale = precision[group].to(deviation.dtype)
             square = deviation.square()
-            terms.append(scale * square.sum() if isinstance(group, int) else (scale * square.flatten()).sum())
+            terms.append(
+                scale * square.sum() if isinstance(group, int) else (scale * square.flatten()).sum()
+            )
         return torch.stack(terms).sum()
 
 
-def groups_of(structure: Structure | Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[Groups, list[str]]:
-    """The entry (or entries) of a vector that belong to each weight, and the name of every entry."""
+def groups_of(
+    structure: Structure | Mapping[str, str], weights: Mapping[str, Tensor]
+) -> tuple[Groups, list[str]]:
+    """The entry (or entries) of a vector that belong to each weight, and the name of every
+    entry.
+    """
     if isinstance(structure, Mapping):
         return _groups_by_pattern(structure, weights)
     if structure == "scalar":
@@ -147,51 +179,81 @@ def groups_of(structure: Structure | Mapping[str, str], weights: Mapping[str, Te
             groups[name] = slice(len(names), len(names) + w.numel())
             names.extend([name] * w.numel())
         return groups, names
-    raise MarglikError(f"structure must be scalar, layerwise, diagonal or a mapping of patterns, got {structure!r}")
+    raise MarglikError(
+        f"structure must be scalar, layerwise, diagonal or a mapping of patterns, got {structure!r}"
+    )
 
 
-def _groups_by_pattern(patterns: Mapping[str, str], weights: Mapping[str, Tensor]) -> tuple[Groups, list[str]]:
+def _groups_by_pattern(
+    patterns: Mapping[str, str], weights: Mapping[str, Tensor]
+) -> tuple[Groups, list[str]]:
     of = {}
     for name in weights:
         fitting = [group for pattern, group in patterns.items() if matches(name, [pattern])]
         if not fitting:
-            raise MarglikError(f"no pattern of {list(patterns)} fits the weight {name!r}; add one, or '*' for the rest")
+            raise MarglikError(
+                f"no pattern of {list(patterns)} fits the weight {name!r}; add one, or '*' for the "
+                f"rest"
+            )
         of[name] = fitting[0]
     names = list(dict.fromkeys(of.values()))
     return {name: names.index(group) for name, group in of.items()}, names
 
 
 def _exclusive(
-    groups: Mapping[str, float | None], structure: Structure | Mapping[str, str],
-    precision: float | Mapping[str, float], weights: Mapping[str, Tensor],
-) -> tuple[dict[str, str], dict[str, float]]:  # fmt: skip
-    """Groups named by their patterns, as a structure and initial precisions; each weight fits exactly one pattern."""
+    groups: Mapping[str, float | None],
+    structure: Structure | Mapping[str, str],
+    precision: float | Mapping[str, float],
+    weights: Mapping[str, Tensor],
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Groups named by their patterns, as a structure and initial precisions; each weight fits
+    exactly one pattern.
+    """
     if structure != "layerwise":
-        raise MarglikError(f"give either groups or a structure, got both: {list(groups)} and {structure!r}")
+        raise MarglikError(
+            f"give either groups or a structure, got both: {list(groups)} and {structure!r}"
+        )
     if isinstance(precision, Mapping):
-        raise MarglikError("with groups, initial precisions are their values; precision must be a number")
+        raise MarglikError(
+            "with groups, initial precisions are their values; precision must be a number"
+        )
     for name in weights:
         fitting = [pattern for pattern in groups if matches(name, [pattern])]
         if len(fitting) != 1:
             found = f"fits {fitting}" if fitting else f"fits none of {list(groups)}"
-            raise MarglikError(f"every weight must fit exactly one pattern of groups, but {name!r} {found}")
+            raise MarglikError(
+                f"every weight must fit exactly one pattern of groups, but {name!r} {found}"
+            )
     for pattern in groups:
         if not any(matches(name, [pattern]) for name in weights):
-            raise MarglikError(f"the pattern {pattern!r} of groups fits no weight; weights are {list(weights)}")
-    return {p: p for p in groups}, {p: precision if value is None else value for p, value in groups.items()}
+            raise MarglikError(
+                f"the pattern {pattern!r} of groups fits no weight; weights are {list(weights)}"
+            )
+    return {p: p for p in groups}, {
+        p: precision if value is None else value for p, value in groups.items()
+    }
 
 
 def _covariance(
-    covariance: Mapping[str, LowRankCovariance], groups: Groups, names: list[str], weights: Mapping[str, Tensor]
+    covariance: Mapping[str, LowRankCovariance],
+    groups: Groups,
+    names: list[str],
+    weights: Mapping[str, Tensor],
 ) -> dict[int, LowRankCovariance]:
     """Covariances by the number of their group, which they must cover."""
     found = {}
     for group, sigma in covariance.items():
-        own = {name: weights[name].shape for name, number in groups.items() if number in _numbers(group, names)}
+        own = {
+            name: weights[name].shape
+            for name, number in groups.items()
+            if number in _numbers(group, names)
+        }
         if not own or own != {name: d.shape for name, d in sigma.diagonal.items()}:
             raise MarglikError(
-                f"the covariance of group {group!r} must be of its weights {list(own)} and shaped as they are, got "
-                f"{ {name: tuple(d.shape) for name, d in sigma.diagonal.items()} }; groups are {names[:20]}"
+                f"the covariance of group {group!r} must be of its weights {list(own)} and shaped "
+                f"as they are, got "
+                f"{ {name: tuple(d.shape) for name, d in sigma.diagonal.items()} }; groups are "
+                f"{names[:20]}"
             )
         found[names.index(group)] = sigma
     return found
@@ -201,31 +263,42 @@ def _numbers(group: str, names: list[str]) -> list[int]:
     return [names.index(group)] if names.count(group) == 1 else []
 
 
-def _initial(precision: float | Mapping[str, float], groups: Groups, names: list[str], like: Tensor) -> Tensor:
+def _initial(
+    precision: float | Mapping[str, float], groups: Groups, names: list[str], like: Tensor
+) -> Tensor:
     missing = [n for n in names if isinstance(precision, Mapping) and n not in precision]
     if missing:
         raise MarglikError(
-            f"no initial precision for group {missing[0]!r}; the groups are {list(dict.fromkeys(names))}"
+            f"no initial precision for group {missing[0]!r}; the groups are "
+            f"{list(dict.fromkeys(names))}"
         )
     values = [precision[n] if isinstance(precision, Mapping) else precision for n in names]
     if not all(v > 0 and math.isfinite(v) and abs(math.log(v)) <= LARGEST_LOG for v in values):
         raise MarglikError(
-            f"prior precision must be positive and between exp(-{LARGEST_LOG:g}) and exp({LARGEST_LOG:g}), got "
+            f"prior precision must be positive and between exp(-{LARGEST_LOG:g}) and "
+            f"exp({LARGEST_LOG:g}), got "
             f"{precision}"
         )
     return torch.tensor([math.log(v) for v in values], dtype=like.dtype, device=like.device)
 
 
-def _means(mean: float | Mapping[str, Tensor] | str, weights: Mapping[str, Tensor]) -> dict[str, Tensor | float]:
+def _means(
+    mean: float | Mapping[str, Tensor] | str, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor | float]:
     if isinstance(mean, str):
         if mean != "current":
-            raise MarglikError(f"mean must be a number, a mapping of tensors or 'current', got {mean!r}")
+            raise MarglikError(
+                f"mean must be a number, a mapping of tensors or 'current', got {mean!r}"
+            )
         return {name: w.detach().clone() for name, w in weights.items()}
     if not isinstance(mean, Mapping):
         return dict.fromkeys(weights, float(mean))
     unknown = [name for name in mean if name not in weights]
     if unknown:
-        raise MarglikError(f"prior mean given for {unknown[0]!r}, which is not a weight; weights are {list(weights)}")
+        raise MarglikError(
+            f"prior mean given for {unknown[0]!r}, which is not a weight; weights are "
+            f"{list(weights)}"
+        )
     return {name: m.detach().clone() for name, m in mean.items()}
 
 

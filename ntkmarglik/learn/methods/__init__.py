@@ -1,4 +1,6 @@
-"""Ways to learn hyperparameters while training, by name: each is an objective for weights and one for the rest."""
+"""Ways to learn hyperparameters while training, by name: each is an objective for weights and one
+for the rest.
+"""
 
 from collections.abc import Callable
 

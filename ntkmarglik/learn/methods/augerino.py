@@ -1,4 +1,6 @@
-"""Augerino: augmentation ranges learned with the weights by the training loss (Benton et al. 2020)."""
+"""Augerino: augmentation ranges learned with the weights by the training loss (Benton et al.
+2020).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from ntkmarglik.learn.methods.map import Map
 class Augerino(Map):
     """The MAP loss of the averaged network less a reward for wide ranges; prior fixed.
 
-    loss = -log p(y | mean_a f(g_a x)) + delta |w|^2 / 2N - r |eta|        (r: --augerino-regulariser)
+    loss = -log p(y | mean_a f(g_a x)) + delta |w|^2 / 2N - r |eta|        (r:
+    --augerino-regulariser)
 
     Without the reward the loss prefers no augmentation, which fits the training data best.
     """

@@ -10,7 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from laplace_marglik import ClassPartition, Evidence, GaussianPrior, MarginalLikelihood, Partition, Ranks
+from laplace_marglik import (
+    ClassPartition,
+    Evidence,
+    GaussianPrior,
+    MarginalLikelihood,
+    Partition,
+    Ranks,
+)
 from ntkmarglik.problem.data import Dataset
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.runs.loggers import Metrics
@@ -43,19 +50,32 @@ class Problem:
     @property
     def blocks_per_step(self) -> int:
         one_each = self.ranks is not None and not self.shares_blocks
-        return self.config.estimator.blocks_per_step or (self.ranks.size if one_each and self.ranks else 1)
+        return self.config.estimator.blocks_per_step or (
+            self.ranks.size if one_each and self.ranks else 1
+        )
 
     def marginal_likelihood(self, structure: str) -> MarginalLikelihood:
         estimator, budget = self.config.estimator, self.config.run.memory_budget * 1e9
         return MarginalLikelihood(
-            self.model, "classification", n_data=self.data.n_data, prior=self.prior, structure=structure,
-            outputs=estimator.outputs or None, columns=estimator.columns, root=estimator.root, kfac=estimator.kfac,
-            augment=self.augment, generator=self.generator, memory_budget=budget or None,
+            self.model,
+            "classification",
+            n_data=self.data.n_data,
+            prior=self.prior,
+            structure=structure,
+            outputs=estimator.outputs or None,
+            columns=estimator.columns,
+            root=estimator.root,
+            kfac=estimator.kfac,
+            augment=self.augment,
+            generator=self.generator,
+            memory_budget=budget or None,
             ranks=self.ranks if self.shares_blocks else None,
-        )  # fmt: skip
+        )
 
     def project(self) -> None:
-        """Bring the augmentation back to where it is defined; to be called after each of its steps."""
+        """Bring the augmentation back to where it is defined; to be called after each of its
+        steps.
+        """
         project = getattr(self.augment, "project_", None)
         if project is not None:
             project()
@@ -88,7 +108,10 @@ class Round:
 
     def moving(self, step: int) -> list[torch.optim.Optimizer]:
         """The optimisers that take this step."""
-        pairs = ((self.prior_optimizer, self.prior_steps), (self.augment_optimizer, self.augment_steps))
+        pairs = (
+            (self.prior_optimizer, self.prior_steps),
+            (self.augment_optimizer, self.augment_steps),
+        )
         return [optimizer for optimizer, steps in pairs if optimizer is not None and step < steps]
 
 
@@ -96,7 +119,9 @@ class Method(ABC):
     """A loss for the weights, rounds of hyperparameter steps, and a final score."""
 
     learns_by: LearnsBy = "evidence"  # where the steps of its hyperparameters come from
-    structure = "ntk"  # of the curvature by which its evidence is measured, or the name of another bound
+    structure = (
+        "ntk"  # of the curvature by which its evidence is measured, or the name of another bound
+    )
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -122,7 +147,9 @@ class Method(ABC):
         """Take the round's hyperparameter steps and leave their evidences in it."""
 
     def hyperparameters(self) -> list[nn.Parameter]:
-        """What is learned besides weights and augmentation: the prior, if its precision is learned by gradients."""
+        """What is learned besides weights and augmentation: the prior, if its precision is learned
+        by gradients.
+        """
         return list(self.problem.prior.parameters())
 
     def progress(self) -> Evidence | None:
@@ -135,7 +162,9 @@ class Method(ABC):
 
     @abstractmethod
     def baseline(self, fixed: Problem) -> Method:
-        """The method with nothing learned that this one is compared with, measured in the same way if it can be."""
+        """The method with nothing learned that this one is compared with, measured in the same way
+        if it can be.
+        """
 
     def describe(self) -> Metrics:
         """Hyperparameters and numbers of its own, for the record of a run."""
@@ -150,7 +179,9 @@ class Method(ABC):
         return None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold besides model, prior, augmentation, optimisers and generators."""
+        """What a checkpoint has to hold besides model, prior, augmentation, optimisers and
+        generators.
+        """
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:  # noqa: B027 - most methods have nothing of their own

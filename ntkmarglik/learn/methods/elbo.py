@@ -16,10 +16,11 @@ FINAL_DRAWS = 20  # and at the end
 
 
 class Elbo(Method):
-    """One loss for everything: prior variances are in closed form, sigma follows the gradient (Harvey et al. 2025).
+    """One loss for everything: prior variances are in closed form, sigma follows the gradient
+    (Harvey et al. 2025).
 
-    Predictions are those of the mean weights. The evidence is the ELBO also where the data-emphasised one is
-    maximised, since that is the larger bound.
+    Predictions are those of the mean weights. The evidence is the ELBO also where the
+    data-emphasised one is maximised, since that is the larger bound.
     """
 
     learns_by: LearnsBy = "loss"
@@ -30,10 +31,17 @@ class Elbo(Method):
         estimator = problem.config.estimator
         kappa = 1.0 if estimator.method == "elbo" else estimator.kappa or "auto"
         self.objective = DataEmphasizedELBO(
-            problem.model, "classification", n_data=problem.data.n_data, prior=problem.prior,
-            kappa=kappa, posterior=estimator.posterior, antithetic=estimator.antithetic,  # type: ignore[arg-type]
-            sigma=problem.config.hyperparameters.sigma, augment=problem.augment, generator=problem.generator,
-        )  # fmt: skip
+            problem.model,
+            "classification",
+            n_data=problem.data.n_data,
+            prior=problem.prior,
+            kappa=kappa,  # type: ignore[arg-type]
+            posterior=estimator.posterior,
+            antithetic=estimator.antithetic,
+            sigma=problem.config.hyperparameters.sigma,
+            augment=problem.augment,
+            generator=problem.generator,
+        )
         self._last: Bounds | None = None
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -56,7 +64,10 @@ class Elbo(Method):
 
     def describe(self) -> Metrics:
         width, weights = self.objective.width, self.objective.weights
-        sigma = {name: width.of(width.sigma.detach(), name, w).mean().item() for name, w in weights.items()}
+        sigma = {
+            name: width.of(width.sigma.detach(), name, w).mean().item()
+            for name, w in weights.items()
+        }
         found: Metrics = {"sigma": sigma, "kappa": self.objective.kappa}
         if self._last is not None:
             found["emphasised_elbo"] = self._last.de_elbo.total.item() / self.objective.n_data
@@ -72,7 +83,9 @@ class Elbo(Method):
         self.objective.width.load_state_dict(state)
 
     def _bounds(self, draws: int) -> Bounds:
-        """Both bounds at the present weights; the prior takes its closed form. Training draws are not affected."""
+        """Both bounds at the present weights; the prior takes its closed form. Training draws are
+        not affected.
+        """
         data, size = self.problem.data, self.problem.config.training.batch_size
         self.objective.update_prior()
         before = self.problem.generator.get_state()

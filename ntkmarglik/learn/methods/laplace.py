@@ -14,10 +14,12 @@ from ntkmarglik.learn.methods.map import Map
 
 
 class Laplace(Map):
-    """Gradient steps on the evidence of a block of data; a new block for every step, or several, on several ranks.
+    """Gradient steps on the evidence of a block of data; a new block for every step, or several, on
+    several ranks.
 
-    With all data in the block the curvature is computed once a round, and the prior takes its steps on it; steps of the
-    augmentation need it anew, or, with `--aug-block`, a gradient from a block of that size.
+    With all data in the block the curvature is computed once a round, and the prior takes its steps
+    on it; steps of the augmentation need it anew, or, with `--aug-block`, a gradient from a block
+    of that size.
     """
 
     learns_by: LearnsBy = "evidence"
@@ -32,10 +34,14 @@ class Laplace(Map):
         size, full_batch = self.problem.config.estimator.aug_block, self.problem.full_batch
         if full_batch and size and round_.augment_steps:
             generator = self.problem.generator
-            cached = evidence_by_blocks(self.ml, self.problem.data.dealt(size, generator), generator)
+            cached = evidence_by_blocks(
+                self.ml, self.problem.data.dealt(size, generator), generator
+            )
         for step in range(round_.steps):
             optimizers = round_.moving(step)
-            parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+            parameters = [
+                p for o in optimizers for group in o.param_groups for p in group["params"]
+            ]
             if not full_batch:
                 evidence, gradients = self._on_blocks(parameters)
             else:
@@ -54,19 +60,27 @@ class Laplace(Map):
             round_.evidences.append(evidence.detach())
 
     def _on_blocks(self, parameters: list[Tensor]) -> tuple[Evidence, list[Tensor]]:
-        """The mean over the blocks of a step, and the gradient of those of them that are computed here."""
+        """The mean over the blocks of a step, and the gradient of those of them that are computed
+        here.
+        """
         count, found = self.problem.blocks_per_step, []
-        evidences = self.on_blocks(self.partition, count, lambda e: found.append(self._gradients(e, parameters, count)))
+        evidences = self.on_blocks(
+            self.partition, count, lambda e: found.append(self._gradients(e, parameters, count))
+        )
         gradients = found[0] if found else [torch.zeros_like(p) for p in parameters]
         for more in found[1:]:
             gradients = [total + gradient for total, gradient in zip(gradients, more, strict=True)]
         return Evidence.mean(evidences), gradients
 
-    def _gradients(self, evidence: Evidence, parameters: list[Tensor], count: int = 1) -> list[Tensor]:
+    def _gradients(
+        self, evidence: Evidence, parameters: list[Tensor], count: int = 1
+    ) -> list[Tensor]:
         return list(torch.autograd.grad(-evidence.total / (count * self.ml.n_data), parameters))
 
     def _of_all_ranks(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The sum over ranks; of a block that they share, on which they agree up to rounding, the mean."""
+        """The sum over ranks; of a block that they share, on which they agree up to rounding, the
+        mean.
+        """
         ranks = self.problem.ranks
         if ranks is None:
             return gradients

@@ -17,8 +17,8 @@ SCORED_BLOCKS = 20  # blocks averaged for the final evidence of a stochastic est
 class Map(Method):
     """Fixed hyperparameters.
 
-    Its evidence is measured in blocks of the configured size with the curvature `structure`: that of the method it is
-    compared with.
+    Its evidence is measured in blocks of the configured size with the curvature `structure`: that
+    of the method it is compared with.
     """
 
     learns_by: LearnsBy = "nothing"
@@ -35,11 +35,17 @@ class Map(Method):
         return self.ml.outputs_of(x, seed=self.problem.config.run.seed)
 
     def evidence(self) -> Evidence:
-        """The mean over the blocks of a partition (at most SCORED_BLOCKS of them) with its standard error."""
+        """The mean over the blocks of a partition (at most SCORED_BLOCKS of them) with its standard
+        error.
+        """
         partition = self.problem.partition()
         with torch.no_grad():
             if self.problem.full_batch:
-                rounds = 1 if partition.n_column_blocks == 1 else min(SCORED_BLOCKS, partition.n_column_blocks)
+                rounds = (
+                    1
+                    if partition.n_column_blocks == 1
+                    else min(SCORED_BLOCKS, partition.n_column_blocks)
+                )
                 return Evidence.mean([self.ml.full_batch(self.batches()) for _ in range(rounds)])
             return Evidence.mean(self.on_blocks(partition, min(SCORED_BLOCKS, len(partition))))
 
@@ -55,19 +61,28 @@ class Map(Method):
         for number in range(count):
             block, before = partition.sample(), generator.get_state()
             if ranks is None or ranks.owns(number):
-                evidence = self.ml(data.x_train[block.index], data.y_train[block.index], block=block)
+                evidence = self.ml(
+                    data.x_train[block.index], data.y_train[block.index], block=block
+                )
                 use(evidence)
                 found[number] = evidence.detach()
-            if ranks is not None:  # all ranks go on as if they had evaluated it, which takes one seed
+            # all ranks go on as if they had evaluated it, which takes one seed
+            if ranks is not None:
                 generator.set_state(before)
                 torch.randint(2**31, (), generator=generator)
-        return list(found.values()) if ranks is None else self._of_all(found, count, partition, ranks)
+        return (
+            list(found.values()) if ranks is None else self._of_all(found, count, partition, ranks)
+        )
 
-    def _of_all(self, own: dict[int, Evidence], count: int, partition: Partition, ranks: Ranks) -> list[Evidence]:
+    def _of_all(
+        self, own: dict[int, Evidence], count: int, partition: Partition, ranks: Ranks
+    ) -> list[Evidence]:
         """The evidences of every rank, on all of them."""
         values = torch.zeros(count, 3, dtype=torch.float64, device=self.problem.data.x_train.device)
         for number, evidence in own.items():
-            values[number] = torch.stack([evidence.log_likelihood, evidence.scatter, evidence.log_det_ratio])
+            values[number] = torch.stack(
+                [evidence.log_likelihood, evidence.scatter, evidence.log_det_ratio]
+            )
         # a rank without a block cannot tell the status; the first, which records it, always has one
         status = next(iter(own.values())).status if own else "approximation"
         rows = ranks.sum(values, "evidence of the blocks").unbind()

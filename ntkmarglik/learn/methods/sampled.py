@@ -1,4 +1,6 @@
-"""The prior learned by EM from samples of the linearised network's posterior (Antoran et al. 2023)."""
+"""The prior learned by EM from samples of the linearised network's posterior (Antoran et al.
+2023).
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,33 @@ class SampledScore(Map):
         if sampling.solver == "cg":
             solver = ConjugateGradients(
                 sampling.solver_tolerance, sampling.solver_passes, sampling.preconditioner_rows
-            )  # fmt: skip
+            )
         hyper = problem.config.hyperparameters
         # scaled features have precisions of their own, which say nothing about the decay of weights
-        prior = GaussianPrior(problem.model, hyper.prior, hyper.prior_precision) if sampling.g_prior else problem.prior
+        prior = (
+            GaussianPrior(problem.model, hyper.prior, hyper.prior_precision)
+            if sampling.g_prior
+            else problem.prior
+        )
         self.posterior = SampledLaplace(
-            problem.model, "classification", n_data=problem.data.n_data, prior=prior, samples=sampling.samples,
-            solver=solver, scaling="g-prior" if sampling.g_prior else "none", curvature=sampling.curvature,
+            problem.model,
+            "classification",
+            n_data=problem.data.n_data,
+            prior=prior,
+            samples=sampling.samples,
+            solver=solver,
+            scaling="g-prior" if sampling.g_prior else "none",
+            curvature=sampling.curvature,
             exclude=[pattern.strip() for pattern in sampling.exclude.split(",") if pattern.strip()],
-            generator=problem.generator, ranks=problem.ranks,
-        )  # fmt: skip
+            generator=problem.generator,
+            ranks=problem.ranks,
+        )
         self._fitted = False
 
     def sample(self) -> None:
-        """Samples at the present weights and precision: anew the first time, then from where they were."""
+        """Samples at the present weights and precision: anew the first time, then from where they
+        were.
+        """
         if self._fitted:
             self.posterior.refit(self.batches())
         else:
@@ -51,7 +66,9 @@ class SampledScore(Map):
 
     def evidence(self) -> Evidence:
         self.sample()
-        found = self.posterior.log_evidence(self.batches(), "weights", self.problem.config.sampling.ladder)
+        found = self.posterior.log_evidence(
+            self.batches(), "weights", self.problem.config.sampling.ladder
+        )
         n = self.problem.data.n_data
         self._bracket = [bound / n for bound in found.bracket]
         self._interval = None if found.interval is None else [bound / n for bound in found.interval]
@@ -62,7 +79,9 @@ class SampledScore(Map):
         data = self.problem.data
         found: Metrics = self.joint()
         both = in_turn(
-            lambda x: torch.cat(self.posterior.predictions(x), 1), data.x_test.split(BATCH), self.problem.ranks
+            lambda x: torch.cat(self.posterior.predictions(x), 1),
+            data.x_test.split(BATCH),
+            self.problem.ranks,
         )
         for name, p in zip(("sampled", "probit"), both.chunk(2, 1), strict=True):
             scores = metrics(p.double().clamp_min(1e-300).log(), data.y_test)
@@ -71,16 +90,26 @@ class SampledScore(Map):
             **found,
             **self.describe(),
             "log_marglik_bracket": self._bracket,  # of the rule of integration alone
-            "log_marglik_interval": self._interval,  # with two standard errors of sampling; None for one sample
+            # with two standard errors of sampling; None for one sample
+            "log_marglik_interval": self._interval,
         }
 
     def joint(self) -> Metrics:
-        """Log-likelihood of several test labels together, by samples and by the network, for the same inputs."""
+        """Log-likelihood of several test labels together, by samples and by the network, for the
+        same inputs.
+        """
         data, found = self.problem.data, {}
-        predictors = {"": lambda x: self.outputs(x).unsqueeze(0), "sampled_": self.posterior.sample_logits}
+        predictors = {
+            "": lambda x: self.outputs(x).unsqueeze(0),
+            "sampled_": self.posterior.sample_logits,
+        }
         for name, outputs in predictors.items():
             with torch.no_grad():
-                log_p = torch.cat([outputs(x) for x in data.x_test.split(BATCH)], 1).double().log_softmax(2)
+                log_p = (
+                    torch.cat([outputs(x) for x in data.x_test.split(BATCH)], 1)
+                    .double()
+                    .log_softmax(2)
+                )
             own = log_p.gather(2, data.y_test.expand(len(log_p), -1).unsqueeze(2)).squeeze(2)
             generator = torch.Generator().manual_seed(self.problem.config.run.seed)
             found[f"{name}test_joint_log_likelihood"] = joint_log_likelihood(own, generator)
@@ -101,7 +130,9 @@ class SampledScore(Map):
         }
 
     def state(self) -> dict[str, Any]:
-        prior = {} if self.posterior.prior is self.problem.prior else self.posterior.prior.state_dict()
+        prior = (
+            {} if self.posterior.prior is self.problem.prior else self.posterior.prior.state_dict()
+        )
         return {**self.posterior.state_dict(), "fitted": self._fitted, "prior": prior}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -131,12 +162,22 @@ class Sampled(SampledScore):
         return SampledScore(fixed)
 
     def round_seconds(self) -> float | None:
-        """All passes of all samples, twice for the mode and the first solution, from one product on one batch."""
+        """All passes of all samples, twice for the mode and the first solution, from one product on
+        one batch.
+        """
         posterior, batches, sampling = self.posterior, self.batches(), self.problem.config.sampling
         system = posterior.system(batches)
-        z = torch.randn(1, posterior.layout.size, generator=self.problem.generator).to(batches[0][0])
+        z = torch.randn(1, posterior.layout.size, generator=self.problem.generator).to(
+            batches[0][0]
+        )
         for _ in range(2):  # the first is a little slower
             start = time.perf_counter()
             system.add_curvature_(torch.zeros_like(z), z, next(system.whole_batches()))
             seconds = time.perf_counter() - start
-        return seconds * len(batches) * sampling.solver_passes * (sampling.samples + 1) * (1 + sampling.em_steps)
+        return (
+            seconds
+            * len(batches)
+            * sampling.solver_passes
+            * (sampling.samples + 1)
+            * (1 + sampling.em_steps)
+        )

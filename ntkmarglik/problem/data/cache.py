@@ -1,4 +1,6 @@
-"""Decoded pictures kept beside their source, since decoding 50,000 of them takes far longer than reading an array."""
+"""Decoded pictures kept beside their source, since decoding 50,000 of them takes far longer than
+reading an array.
+"""
 
 import contextlib
 import hashlib
@@ -10,7 +12,9 @@ import numpy as np
 
 
 def cached(source: Path, shape: tuple[int, ...], decode: Callable[[], np.ndarray]) -> np.ndarray:
-    """The uint8 array of `shape` that `decode` returns, read from the cache of `source` if that is there and sound."""
+    """The uint8 array of `shape` that `decode` returns, read from the cache of `source` if that is
+    there and sound.
+    """
     cache = cache_path(source)
     try:
         array = np.load(cache, mmap_mode="r")
@@ -26,7 +30,9 @@ def cached(source: Path, shape: tuple[int, ...], decode: Callable[[], np.ndarray
 
 
 def cache_path(source: Path) -> Path:
-    """Name of the cache; it holds a fingerprint of the source, so that a replaced source is decoded again."""
+    """Name of the cache; it holds a fingerprint of the source, so that a replaced source is decoded
+    again.
+    """
     stat = source.stat()
     fingerprint = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:8]
     return source.with_name(f"{source.stem}.decoded-{fingerprint}.npy")

@@ -14,7 +14,8 @@ from torch import Tensor
 class Dataset:
     """Training and test split of an image classification problem, ready for the network.
 
-    Shapes: x_train [N, c, h, w] float, y_train [N] long with values 0 ... n_classes - 1; likewise x_test, y_test.
+    Shapes: x_train [N, c, h, w] float, y_train [N] long with values 0 ... n_classes - 1; likewise
+    x_test, y_test.
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""Scikit-learn's bundled digits: 1,797 real handwritten digits of 8x8 pixels, which need no download."""
+"""Scikit-learn's bundled digits: 1,797 real handwritten digits of 8x8 pixels, which need no
+download.
+"""
 
 import numpy as np
 
@@ -10,7 +12,8 @@ SPLIT_SEED = 0
 
 
 def read_digits() -> tuple[Split, Split]:
-    """Training (1,437) and test (360) images [n, 8, 8, 1] uint8 with values 0 ... 16 and labels [n] int64.
+    """Training (1,437) and test (360) images [n, 8, 8, 1] uint8 with values 0 ... 16 and labels [n]
+    int64.
 
     The split is fixed and stratified by class, so that every run is tested on the same images.
     """
@@ -19,5 +22,7 @@ def read_digits() -> tuple[Split, Split]:
 
     x, y = load_digits(return_X_y=True)
     x = x.reshape(-1, 8, 8, 1).astype(np.uint8)
-    train, test = train_test_split(np.arange(len(y)), test_size=N_TEST, stratify=y, random_state=SPLIT_SEED)
+    train, test = train_test_split(
+        np.arange(len(y)), test_size=N_TEST, stratify=y, random_state=SPLIT_SEED
+    )
     return (x[train], y[train].astype(np.int64)), (x[test], y[test].astype(np.int64))

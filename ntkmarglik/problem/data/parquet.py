@@ -1,4 +1,6 @@
-"""Image data sets as Hugging Face Parquet: one row per image, with PNG or JPEG bytes and a label."""
+"""Image data sets as Hugging Face Parquet: one row per image, with PNG or JPEG bytes and a
+label.
+"""
 
 import io
 import re
@@ -13,7 +15,8 @@ IMAGE_COLUMNS = ("image", "img")
 
 
 def find_parquet(folder: Path, split: str) -> list[Path]:
-    """The Parquet files of a split in order: `split.parquet`, or the shards `split-00000-of-0000n...parquet`.
+    """The Parquet files of a split in order: `split.parquet`, or the shards
+    `split-00000-of-0000n...parquet`.
 
     Folders inside `folder` are searched too, since that is what `hf download` leaves behind.
     """
@@ -29,14 +32,19 @@ def find_parquet(folder: Path, split: str) -> list[Path]:
     missing = sorted(set(range(n_shards)) - shards.keys())
     if missing:
         raise NtkMarglikError(
-            f"{folder} has {len(shards)} of the {n_shards} Parquet files of split {split!r}: number {missing[0]} is "
+            f"{folder} has {len(shards)} of the {n_shards} Parquet files of split {split!r}: "
+            f"number {missing[0]} is "
             "missing. Fetch the missing files, or delete all of them to download the set again."
         )
     return [shards[i] for i in range(n_shards)]
 
 
-def read_parquet(path: Path, label: str, shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Images [n, h, w, c] uint8 and labels [n] int64 of one Parquet file; `shape` is the expected (c, h, w)."""
+def read_parquet(
+    path: Path, label: str, shape: tuple[int, int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Images [n, h, w, c] uint8 and labels [n] int64 of one Parquet file; `shape` is the expected
+    (c, h, w).
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -46,14 +54,18 @@ def read_parquet(path: Path, label: str, shape: tuple[int, int, int]) -> tuple[n
             image = next((name for name in IMAGE_COLUMNS if name in columns), None)
             if image is None or label not in columns:
                 raise NtkMarglikError(
-                    f"{path} should have an image column ({' or '.join(IMAGE_COLUMNS)}) and a label column {label!r}, "
+                    f"{path} should have an image column ({' or '.join(IMAGE_COLUMNS)}) and a "
+                    f"label column {label!r}, "
                     f"but has {columns}. Replace it by the file of the Hugging Face hub."
                 )
             labels = file.read(columns=[label])[label].to_numpy().astype(np.int64)
-            return cached(path, (len(labels), *shape[1:], shape[0]), lambda: _decode(file, path, image, shape)), labels
+            return cached(
+                path, (len(labels), *shape[1:], shape[0]), lambda: _decode(file, path, image, shape)
+            ), labels
     except (pa.ArrowException, OSError) as error:
         raise NtkMarglikError(
-            f"{path} is not a readable Parquet file ({error}); it may be cut short. Delete it and fetch it again."
+            f"{path} is not a readable Parquet file ({error}); it may be cut short. Delete it and "
+            f"fetch it again."
         ) from error
 
 
@@ -72,12 +84,14 @@ def _decode(file, path: Path, column: str, shape: tuple[int, int, int]) -> np.nd
                     pixels = np.asarray(picture.convert("L" if c == 1 else "RGB"))
             except (OSError, SyntaxError, TypeError, ValueError) as error:
                 raise NtkMarglikError(
-                    f"{path}: the picture in row {row} can't be decoded ({error}). Delete the file and fetch it again."
+                    f"{path}: the picture in row {row} can't be decoded ({error}). Delete the file "
+                    f"and fetch it again."
                 ) from error
             if pixels.shape[:2] != (h, w):
                 raise NtkMarglikError(
                     f"{path}: the picture in row {row} should be {h}x{w} pixels, but is "
-                    f"{pixels.shape[0]}x{pixels.shape[1]}. This looks like the file of another data set."
+                    f"{pixels.shape[0]}x{pixels.shape[1]}. This looks like the file of another "
+                    f"data set."
                 )
             images[row] = pixels.reshape(h, w, c)
             row += 1

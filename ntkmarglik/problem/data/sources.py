@@ -11,8 +11,9 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class Source:
     """One data set on disk and on the hub.
 
-    `splits` maps train/test to the Parquet name of the split; `idx` maps it to the prefix of the IDX files, and is
-    empty for sets that exist as Parquet only. `md5` holds the published checksums of the IDX files.
+    `splits` maps train/test to the Parquet name of the split; `idx` maps it to the prefix of the
+    IDX files, and is empty for sets that exist as Parquet only. `md5` holds the published checksums
+    of the IDX files.
     """
 
     folder: str
@@ -27,20 +28,30 @@ class Source:
     md5: dict[str, str] = field(default_factory=dict)
 
     def idx_files(self, split: str) -> list[str]:
-        """Names of the image file and the label file of a split in the IDX layout; empty if there is none."""
+        """Names of the image file and the label file of a split in the IDX layout; empty if there
+        is none.
+        """
         if split not in self.idx:
             return []
-        return [f"{self.idx[split]}-images-idx3-ubyte.gz", f"{self.idx[split]}-labels-idx1-ubyte.gz"]
+        return [
+            f"{self.idx[split]}-images-idx3-ubyte.gz",
+            f"{self.idx[split]}-labels-idx1-ubyte.gz",
+        ]
 
     def how_to_get(self, folder: Path) -> str:
         """What to put into `folder`, and the command that does it."""
         parquet = " and ".join(f"{name}.parquet" for name in self.splits.values())
         layouts = f"{parquet} (Hugging Face layout)"
         if self.idx:
-            layouts = ", ".join(f for split in self.splits for f in self.idx_files(split)) + f"; or {layouts}"
+            layouts = (
+                ", ".join(f for split in self.splits for f in self.idx_files(split))
+                + f"; or {layouts}"
+            )
         return (
-            f"Put these files into {folder}: {layouts}. On a machine with a network this command fetches them: "
-            f'hf download {self.repository} --repo-type dataset --include "*.parquet" --local-dir {folder}'
+            f"Put these files into {folder}: {layouts}. On a machine with a network this command "
+            f"fetches them: "
+            f"hf download {self.repository} --repo-type dataset "
+            f'--include "*.parquet" --local-dir {folder}'
         )
 
 

@@ -15,18 +15,23 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 def read_split(source: Source, split: str, folder: Path) -> Split:
-    """Images [n, h, w, c] uint8 and labels [n] int64 of a split, from IDX if it is there, else from Parquet."""
+    """Images [n, h, w, c] uint8 and labels [n] int64 of a split, from IDX if it is there, else from
+    Parquet.
+    """
     idx = [folder / file for file in source.idx_files(split)]
     present = [path for path in idx if path.is_file()]
     if present and len(present) < len(idx):
         absent = next(path for path in idx if path not in present)
-        raise NtkMarglikError(f"{present[0]} is there, but {absent.name} is not. {source.how_to_get(folder)}")
+        raise NtkMarglikError(
+            f"{present[0]} is there, but {absent.name} is not. {source.how_to_get(folder)}"
+        )
     if idx and present:
         images, labels = (read_idx(path, source.md5.get(path.name)) for path in idx)
         where = str(idx[0])
         if images.ndim != 3 or labels.ndim != 1:
             raise NtkMarglikError(
-                f"{idx[0]} and {idx[1]} should hold arrays of 3 axes and 1 axis, but hold {images.ndim} and "
+                f"{idx[0]} and {idx[1]} should hold arrays of 3 axes and 1 axis, but hold "
+                f"{images.ndim} and "
                 f"{labels.ndim}. Have the image and the label file been swapped?"
             )
         images, labels = images[..., None], labels.astype(np.int64)
@@ -40,11 +45,13 @@ def read_split(source: Source, split: str, folder: Path) -> Split:
     if images.shape[1:] != (h, w, c) or len(images) != len(labels):
         raise NtkMarglikError(
             f"{where} should hold one {h}x{w} image per label, but holds {len(images)} images of "
-            f"{images.shape[1]}x{images.shape[2]} and {len(labels)} labels. This looks like another data set's file."
+            f"{images.shape[1]}x{images.shape[2]} and {len(labels)} labels. This looks like "
+            f"another data set's file."
         )
     if len(labels) == 0 or labels.min() < 0 or labels.max() >= source.n_classes:
         found = f"{labels.min()} ... {labels.max()}" if len(labels) else "none"
         raise NtkMarglikError(
-            f"{where}: labels should be 0 ... {source.n_classes - 1}, but are {found}. Delete it and fetch it again."
+            f"{where}: labels should be 0 ... {source.n_classes - 1}, but are {found}. Delete it "
+            f"and fetch it again."
         )
     return images, labels

@@ -1,4 +1,6 @@
-"""Fixed random transformations that turn a data set into its rotated, translated and scaled variants."""
+"""Fixed random transformations that turn a data set into its rotated, translated and scaled
+variants.
+"""
 
 import math
 
@@ -12,11 +14,13 @@ MAX_SHIFT = 8.0
 
 
 def draw_transformations(variant: str, n: int, side: int, seed: int) -> Tensor:
-    """Sampling matrices [n, 2, 3] of a variant, one per image of a split, drawn with the split's own seed.
+    """Sampling matrices [n, 2, 3] of a variant, one per image of a split, drawn with the split's
+    own seed.
 
-    They are drawn for the whole split, before any subset is taken: image i has the same angle in every run. Seeds and
-    order of the draws are those of the public MNIST code of Immer et al. (2022), which gives the same angles and
-    factors; shifts differ by 1/28, since here they are exact in pixels.
+    They are drawn for the whole split, before any subset is taken: image i has the same angle in
+    every run. Seeds and order of the draws are those of the public MNIST code of Immer et al.
+    (2022), which gives the same angles and factors; shifts differ by 1/28, since here they are
+    exact in pixels.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -29,7 +33,8 @@ def draw_transformations(variant: str, n: int, side: int, seed: int) -> Tensor:
         cos, sin = torch.cos(angle), torch.sin(angle)
         rows = (cos, -sin, zero, sin, cos, zero)
     elif variant == "translated":
-        # On smaller images 8 pixels would leave nothing to see: there the shift is the same fraction, 8/28.
+        # On smaller images 8 pixels would leave nothing to see: there the shift is the same
+        # fraction, 8/28.
         limit = 2 * min(MAX_SHIFT, side * MAX_SHIFT / 28) / (side - 1)
         rows = (one, zero, uniform(limit), zero, one, uniform(limit))
     elif variant == "scaled":
@@ -41,7 +46,11 @@ def draw_transformations(variant: str, n: int, side: int, seed: int) -> Tensor:
 
 
 def warp(x: Tensor, theta: Tensor) -> Tensor:
-    """Images x [n, c, h, w] in [0, 1] sampled bilinearly at the affine grids theta [n, 2, 3]; black (0) outside."""
+    """Images x [n, c, h, w] in [0, 1] sampled bilinearly at the affine grids theta [n, 2, 3]; black
+    (0) outside.
+    """
     grid = F.affine_grid(theta.to(x), list(x.shape), align_corners=True)
     # Weights of the four neighbours may add up to a little more than 1 in floating point.
-    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=True).clamp_(0, 1)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=True).clamp_(
+        0, 1
+    )

@@ -37,10 +37,12 @@ def build(
     width: int = 0,
     seed: int | torch.Generator = 0,
 ) -> nn.Module:
-    """The network `name` (one of MODELS) with its weights drawn from `seed`; the global random state is left alone.
+    """The network `name` (one of MODELS) with its weights drawn from `seed`; the global random
+    state is left alone.
 
-    input_shape: (c, h, w); depth: of `resnet` and `resnet_norm`; width: hidden units (mlp), first-stage width
-    (residual networks) or widening factor (wrn), 0 for the published one; seed: a number, or a generator to draw it.
+    input_shape: (c, h, w); depth: of `resnet` and `resnet_norm`; width: hidden units (mlp),
+    first-stage width (residual networks) or widening factor (wrn), 0 for the published one; seed: a
+    number, or a generator to draw it.
     """
     if name not in MODELS:
         close = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)
@@ -48,14 +50,18 @@ def build(
         raise NtkMarglikError(f"Unknown model {name!r}. {hint}Known are {', '.join(MODELS)}.")
     if len(input_shape) != 3 or min(input_shape) < 1 or n_classes < 1:
         raise NtkMarglikError(
-            f"A model needs input_shape (channels, height, width) and n_classes, all at least 1, but got "
+            f"A model needs input_shape (channels, height, width) and n_classes, all at least 1, "
+            f"but got "
             f"{tuple(input_shape)} and {n_classes}."
         )
     if width < 0:
-        raise NtkMarglikError(f"width must be positive, or 0 for the model's own default, but is {width}.")
+        raise NtkMarglikError(
+            f"width must be positive, or 0 for the model's own default, but is {width}."
+        )
     if isinstance(seed, torch.Generator):
         seed = int(torch.randint(2**62, (), generator=seed, device=seed.device))
-    # Modules draw their weights on the CPU from the global generator: lend it a state, then give its own back.
+    # Modules draw their weights on the CPU from the global generator: lend it a state, then give
+    # its own back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return MODELS[name](input_shape, n_classes, depth, width)

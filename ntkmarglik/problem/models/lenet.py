@@ -1,8 +1,9 @@
-"""Small convolutional networks of three convolutions: `mininet` of the illustrations and the LeNet-like `cnn`.
+"""Small convolutional networks of three convolutions: `mininet` of the illustrations and the
+LeNet-like `cnn`.
 
-Both were made for 28x28 pixels, where their convolutions without padding end in one pixel. What is left on larger
-images is flattened. Below 28 pixels (digits 8x8, USPS 16x16) the first two convolutions are 3x3 with padding, and the
-last one covers what the two poolings leave, up to 5x5.
+Both were made for 28x28 pixels, where their convolutions without padding end in one pixel. What is
+left on larger images is flattened. Below 28 pixels (digits 8x8, USPS 16x16) the first two
+convolutions are 3x3 with padding, and the last one covers what the two poolings leave, up to 5x5.
 """
 
 from torch import nn
@@ -13,7 +14,10 @@ SMALL = 28
 
 
 def three_convs(
-    input_shape: tuple[int, int, int], widths: tuple[int, int, int], middle: int, act: type[nn.Module]
+    input_shape: tuple[int, int, int],
+    widths: tuple[int, int, int],
+    middle: int,
+    act: type[nn.Module],
 ) -> tuple[list[nn.Module], int]:
     """Conv, act, pool, conv, act, pool, conv, flatten, act; and how many features come out of it.
 
@@ -23,7 +27,8 @@ def three_convs(
     side = min(h, w)
     if side < 4:
         raise NtkMarglikError(
-            f"mininet and cnn halve the image twice and need at least 4x4 pixels, but got {h}x{w}. Use --model mlp."
+            f"mininet and cnn halve the image twice and need at least 4x4 pixels, but got {h}x{w}. "
+            f"Use --model mlp."
         )
     small = side < SMALL
     pad = 1 if small else 0
@@ -49,17 +54,22 @@ def three_convs(
 
 
 def mininet(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """Convolutions to 8, 16 and 32 channels (kernels 5, 3, 5), rectifiers, a linear layer; no `depth` or `width`."""
+    """Convolutions to 8, 16 and 32 channels (kernels 5, 3, 5), rectifiers, a linear layer; no
+    `depth` or `width`.
+    """
     layers, n_features = three_convs(input_shape, (8, 16, 32), 3, nn.ReLU)
     return nn.Sequential(*layers, nn.Linear(n_features, n_classes))
 
 
 def cnn(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """LeNet: convolutions to 6, 16 and 120 channels, linear layers of 84 and C units; no `depth` or `width`.
+    """LeNet: convolutions to 6, 16 and 120 channels, linear layers of 84 and C units; no `depth` or
+    `width`.
 
-    tanh on gray images, rectifiers on colour; the middle kernel is 5 from 32 pixels on, so that there too one pixel
-    is left.
+    tanh on gray images, rectifiers on colour; the middle kernel is 5 from 32 pixels on, so that
+    there too one pixel is left.
     """
     act: type[nn.Module] = nn.Tanh if input_shape[0] == 1 else nn.ReLU
-    layers, n_features = three_convs(input_shape, (6, 16, 120), 5 if min(input_shape[1:]) >= 32 else 3, act)
+    layers, n_features = three_convs(
+        input_shape, (6, 16, 120), 5 if min(input_shape[1:]) >= 32 else 3, act
+    )
     return nn.Sequential(*layers, nn.Linear(n_features, 84), act(), nn.Linear(84, n_classes))

@@ -8,4 +8,9 @@ from torch import nn
 def mlp(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
     """One hidden layer of `width` tanh units, 1000 if not set; `depth` is not used."""
     width = width or 1000
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), width), nn.Tanh(), nn.Linear(width, n_classes))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(math.prod(input_shape), width),
+        nn.Tanh(),
+        nn.Linear(width, n_classes),
+    )

@@ -8,14 +8,21 @@ from ntkmarglik.problem.models.fixup import Bias, Scale, conv, init_branch_, ini
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions; the shortcut of a wider block takes every second pixel and pads channels with zeros."""
+    """Two 3x3 convolutions; the shortcut of a wider block takes every second pixel and pads
+    channels with zeros.
+    """
 
     def __init__(self, n_in: int, width: int, stride: int, n_blocks: int) -> None:
         super().__init__()
         self.stride = stride
         self.n_new = width - n_in
         self.bias1a, self.conv1, self.bias1b = Bias(), conv(n_in, width, 3, stride), Bias()
-        self.bias2a, self.conv2, self.scale, self.bias2b = Bias(), conv(width, width, 3), Scale(), Bias()
+        self.bias2a, self.conv2, self.scale, self.bias2b = (
+            Bias(),
+            conv(width, width, 3),
+            Scale(),
+            Bias(),
+        )
         init_branch_([self.conv1, self.conv2], n_blocks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,7 +35,9 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions 1x1, 3x3 and 1x1 with four times as many outputs; the shortcut of a first block is a 1x1 conv."""
+    """Convolutions 1x1, 3x3 and 1x1 with four times as many outputs; the shortcut of a first block
+    is a 1x1 conv.
+    """
 
     expansion = 4
 
@@ -37,7 +46,12 @@ class Bottleneck(nn.Module):
         n_out = self.expansion * width
         self.bias1a, self.conv1, self.bias1b = Bias(), conv(n_in, width, 1), Bias()
         self.bias2a, self.conv2, self.bias2b = Bias(), conv(width, width, 3, stride), Bias()
-        self.bias3a, self.conv3, self.scale, self.bias3b = Bias(), conv(width, n_out, 1), Scale(), Bias()
+        self.bias3a, self.conv3, self.scale, self.bias3b = (
+            Bias(),
+            conv(width, n_out, 1),
+            Scale(),
+            Bias(),
+        )
         init_branch_([self.conv1, self.conv2, self.conv3], n_blocks)
         self.shortcut: nn.Conv2d | None = None
         if stride > 1 or n_in != n_out:
@@ -53,12 +67,16 @@ class Bottleneck(nn.Module):
 
 
 class FixupResNet(nn.Module):
-    """A 3x3 convolution, stages of residual blocks that double the width and halve the size, mean over pixels, linear.
+    """A 3x3 convolution, stages of residual blocks that double the width and halve the size, mean
+    over pixels, linear.
 
-    Shapes: [n, c, h, w] to [n, n_classes]. With the last linear layer, the blocks' branches start at 0.
+    Shapes: [n, c, h, w] to [n, n_classes]. With the last linear layer, the blocks' branches start
+    at 0.
     """
 
-    def __init__(self, stem: nn.Conv2d, stages: nn.Sequential, n_features: int, n_classes: int) -> None:
+    def __init__(
+        self, stem: nn.Conv2d, stages: nn.Sequential, n_features: int, n_classes: int
+    ) -> None:
         super().__init__()
         self.stem, self.stem_bias = stem, Bias()
         self.stages = stages
@@ -75,12 +93,16 @@ def blocks_per_stage(depth: int) -> int:
     """Number n of basic blocks in each of four stages of a network of depth 8n + 2."""
     n = max(1, round((depth - 2) / 8))
     if depth != 8 * n + 2:
-        raise NtkMarglikError(f"depth must be 8n + 2 (10, 18, 26, ..., 50), but is {depth}. Nearest is {8 * n + 2}.")
+        raise NtkMarglikError(
+            f"depth must be 8n + 2 (10, 18, 26, ..., 50), but is {depth}. Nearest is {8 * n + 2}."
+        )
     return n
 
 
 def resnet(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """Fixup ResNet of depth 8n + 2: four stages of n basic blocks of widths w, 2w, 4w, 8w, where w is 16 if not set."""
+    """Fixup ResNet of depth 8n + 2: four stages of n basic blocks of widths w, 2w, 4w, 8w, where w
+    is 16 if not set.
+    """
     width, n = width or 16, blocks_per_stage(depth)
     blocks, n_in = [], width
     for stage in range(4):
@@ -90,11 +112,15 @@ def resnet(input_shape: tuple[int, int, int], n_classes: int, depth: int, width:
     return FixupResNet(conv(input_shape[0], width, 3), nn.Sequential(*blocks), n_in, n_classes)
 
 
-def resnet50(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """Fixup ResNet-50 of 3, 4, 6, 3 bottleneck blocks of inner widths w, 2w, 4w, 8w, where w is 64 if not set.
+def resnet50(
+    input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int
+) -> nn.Module:
+    """Fixup ResNet-50 of 3, 4, 6, 3 bottleneck blocks of inner widths w, 2w, 4w, 8w, where w is 64
+    if not set.
 
-    The first layer has w/4 = 16 channels: that is how the paper's "16 first-layer channels" and "about 23 million
-    parameters" hold at once. Its kernel is 3x3 without stride, for images of 32 to 64 pixels. `depth` is not used.
+    The first layer has w/4 = 16 channels: that is how the paper's "16 first-layer channels" and
+    "about 23 million parameters" hold at once. Its kernel is 3x3 without stride, for images of 32
+    to 64 pixels. `depth` is not used.
     """
     width = width or 64
     blocks, n_in = [], max(1, width // 4)

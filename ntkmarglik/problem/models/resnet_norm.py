@@ -1,7 +1,9 @@
-"""A normalised residual network of the widths of the Fixup one, to show that norm layers are handled.
+"""A normalised residual network of the widths of the Fixup one, to show that norm layers are
+handled.
 
-Groups, not batches, are normalised: with batch norm in training mode an output depends on the other inputs of the
-batch, and the Jacobian of one data point, on which the evidence rests, is not defined.
+Groups, not batches, are normalised: with batch norm in training mode an output depends on the other
+inputs of the batch, and the Jacobian of one data point, on which the evidence rests, is not
+defined.
 """
 
 import math
@@ -21,7 +23,9 @@ def group_norm(width: int) -> nn.GroupNorm:
 
 
 class NormBlock(nn.Module):
-    """Two normalised 3x3 convolutions; where the shape changes the shortcut is a normalised 1x1 convolution."""
+    """Two normalised 3x3 convolutions; where the shape changes the shortcut is a normalised 1x1
+    convolution.
+    """
 
     def __init__(self, n_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -37,7 +41,9 @@ class NormBlock(nn.Module):
 
 
 class NormResNet(nn.Module):
-    """Four stages of `n` blocks of widths w, 2w, 4w, 8w; mean over pixels, linear. Shapes: [n, c, h, w] to [n, C]."""
+    """Four stages of `n` blocks of widths w, 2w, 4w, 8w; mean over pixels, linear. Shapes: [n, c,
+    h, w] to [n, C].
+    """
 
     def __init__(self, n_channels: int, n_classes: int, n: int, width: int) -> None:
         super().__init__()
@@ -58,6 +64,8 @@ class NormResNet(nn.Module):
         return self.head(self.stages(x).mean((2, 3)))
 
 
-def resnet_norm(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
+def resnet_norm(
+    input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int
+) -> nn.Module:
     """ResNet of depth 8n + 2 (18 if not set) with group norm; first-stage width 16 if not set."""
     return NormResNet(input_shape[0], n_classes, blocks_per_stage(depth), width or 16)

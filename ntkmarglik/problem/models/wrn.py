@@ -5,16 +5,25 @@ from torch import Tensor, nn
 
 from ntkmarglik.problem.models.fixup import Bias, Scale, conv, init_branch_, init_conv_, zero_linear
 
-BLOCKS_PER_STAGE = 2  # depth 16 = 3 stages of 2 blocks of 2 convolutions, 3 shortcuts and the first convolution
+BLOCKS_PER_STAGE = (
+    2  # depth 16 = 3 stages of 2 blocks of 2 convolutions, 3 shortcuts and the first convolution
+)
 
 
 class WideBlock(nn.Module):
-    """Rectifier before each of two 3x3 convolutions; where the width changes the shortcut is a 1x1 convolution."""
+    """Rectifier before each of two 3x3 convolutions; where the width changes the shortcut is a 1x1
+    convolution.
+    """
 
     def __init__(self, n_in: int, width: int, stride: int, n_blocks: int) -> None:
         super().__init__()
         self.bias1a, self.conv1, self.bias1b = Bias(), conv(n_in, width, 3, stride), Bias()
-        self.bias2a, self.conv2, self.scale, self.bias2b = Bias(), conv(width, width, 3), Scale(), Bias()
+        self.bias2a, self.conv2, self.scale, self.bias2b = (
+            Bias(),
+            conv(width, width, 3),
+            Scale(),
+            Bias(),
+        )
         init_branch_([self.conv1, self.conv2], n_blocks)
         self.shortcut: nn.Conv2d | None = None
         if stride > 1 or n_in != width:
@@ -29,7 +38,8 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Channels 16, 16k, 32k, 64k; mean over pixels (8x8 of them on CIFAR) and a linear layer that starts at 0.
+    """Channels 16, 16k, 32k, 64k; mean over pixels (8x8 of them on CIFAR) and a linear layer that
+    starts at 0.
 
     Shapes: [n, c, h, w] to [n, n_classes].
     """
@@ -42,7 +52,9 @@ class WideResNet(nn.Module):
         for stage in range(3):
             for i in range(BLOCKS_PER_STAGE):
                 width = 16 * widen << stage
-                blocks.append(WideBlock(n_in, width, 2 if stage and i == 0 else 1, 3 * BLOCKS_PER_STAGE))
+                blocks.append(
+                    WideBlock(n_in, width, 2 if stage and i == 0 else 1, 3 * BLOCKS_PER_STAGE)
+                )
                 n_in = width
         self.stages = nn.Sequential(*blocks)
         self.head_bias, self.head = Bias(), zero_linear(n_in, n_classes)
@@ -54,5 +66,7 @@ class WideResNet(nn.Module):
 
 
 def wrn(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """Fixup Wide ResNet 16-k, where `width` is the widening factor k, 4 if not set; `depth` is not used."""
+    """Fixup Wide ResNet 16-k, where `width` is the widening factor k, 4 if not set; `depth` is not
+    used.
+    """
     return WideResNet(input_shape[0], n_classes, width or 4)

@@ -43,47 +43,85 @@ def check_settings(config: Config) -> None:
     """Refuse what is wrong whatever the data."""
     hyper, training, run = config.hyperparameters, config.training, config.run
     positive = {
-        "epochs": training.epochs, "batch_size": training.batch_size, "frequency": training.frequency,
-        "samples": config.sampling.samples, "solver_passes": config.sampling.solver_passes,
-        "solver_tolerance": config.sampling.solver_tolerance, "em_steps": config.sampling.em_steps,
-        "lr": training.lr, "prior_precision": hyper.prior_precision, "aug_samples": hyper.aug_samples,
-        "sigma": hyper.sigma, "collective_timeout": run.collective_timeout,
-    }  # fmt: skip
+        "epochs": training.epochs,
+        "batch_size": training.batch_size,
+        "frequency": training.frequency,
+        "samples": config.sampling.samples,
+        "solver_passes": config.sampling.solver_passes,
+        "solver_tolerance": config.sampling.solver_tolerance,
+        "em_steps": config.sampling.em_steps,
+        "lr": training.lr,
+        "prior_precision": hyper.prior_precision,
+        "aug_samples": hyper.aug_samples,
+        "sigma": hyper.sigma,
+        "collective_timeout": run.collective_timeout,
+    }
     for name, value in positive.items():
         if not value > 0:
-            raise NtkMarglikError(f"--{name.replace('_', '-')} must be greater than 0, but is {value}.")
+            raise NtkMarglikError(
+                f"--{name.replace('_', '-')} must be greater than 0, but is {value}."
+            )
     not_negative = {
-        "subset": config.estimator.subset, "outputs": config.estimator.outputs, "n_data": config.problem.n_data,
-        "blocks_per_step": config.estimator.blocks_per_step, "aug_block": config.estimator.aug_block,
+        "subset": config.estimator.subset,
+        "outputs": config.estimator.outputs,
+        "n_data": config.problem.n_data,
+        "blocks_per_step": config.estimator.blocks_per_step,
+        "aug_block": config.estimator.aug_block,
         "kappa": config.estimator.kappa,
-        "burnin": training.burnin, "prior_steps": training.prior_steps, "aug_steps": training.aug_steps,
-        "lr_min": training.lr_min, "lr_hyp": training.lr_hyp, "lr_hyp_min": training.lr_hyp_min,
-        "lr_aug": training.lr_aug, "lr_aug_min": training.lr_aug_min, "seed": run.seed, "threads": run.threads,
-        "eval_every": run.eval_every, "memory_budget": run.memory_budget, "width": config.problem.width,
-    }  # fmt: skip
+        "burnin": training.burnin,
+        "prior_steps": training.prior_steps,
+        "aug_steps": training.aug_steps,
+        "lr_min": training.lr_min,
+        "lr_hyp": training.lr_hyp,
+        "lr_hyp_min": training.lr_hyp_min,
+        "lr_aug": training.lr_aug,
+        "lr_aug_min": training.lr_aug_min,
+        "seed": run.seed,
+        "threads": run.threads,
+        "eval_every": run.eval_every,
+        "memory_budget": run.memory_budget,
+        "width": config.problem.width,
+    }
     for name, value in not_negative.items():
         if not value >= 0:
-            raise NtkMarglikError(f"--{name.replace('_', '-')} must not be negative, but is {value}.")
+            raise NtkMarglikError(
+                f"--{name.replace('_', '-')} must not be negative, but is {value}."
+            )
     if hyper.flip and hyper.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
     if config.estimator.method == "augerino" and hyper.augment == "none":
-        raise NtkMarglikError("--method augerino learns the ranges of an augmentation and needs --augment affine.")
+        raise NtkMarglikError(
+            "--method augerino learns the ranges of an augmentation and needs --augment affine."
+        )
     if config.estimator.method == "elbo" and config.estimator.kappa not in (0, 1):
         raise NtkMarglikError(
-            f"--kappa {config.estimator.kappa:g} emphasises the data, which is --method de-elbo; that of elbo is 1."
+            f"--kappa {config.estimator.kappa:g} emphasises the data, which is --method de-elbo; "
+            f"that of elbo is 1."
         )
-    if config.estimator.aug_block and (config.estimator.subset or config.estimator.method not in ("kfac", "diag")):
-        raise NtkMarglikError("--aug-block is for estimators of all data: --method kfac or diag with --subset 0.")
+    if config.estimator.aug_block and (
+        config.estimator.subset or config.estimator.method not in ("kfac", "diag")
+    ):
+        raise NtkMarglikError(
+            "--aug-block is for estimators of all data: --method kfac or diag with --subset 0."
+        )
     if config.estimator.method == "sampled" and hyper.augment != "none":
-        raise NtkMarglikError("--method sampled learns the prior only; use --augment none, or --method ntk or kfac.")
+        raise NtkMarglikError(
+            "--method sampled learns the prior only; use --augment none, or --method ntk or kfac."
+        )
     if config.sampling.ladder < 2:
-        raise NtkMarglikError(f"--ladder needs at least 2 precisions, but is {config.sampling.ladder}.")
+        raise NtkMarglikError(
+            f"--ladder needs at least 2 precisions, but is {config.sampling.ladder}."
+        )
     if run.device == "cuda" and not torch.cuda.is_available():
-        raise NtkMarglikError("--device cuda, but torch sees no GPU here; use --device cpu or auto.")
+        raise NtkMarglikError(
+            "--device cuda, but torch sees no GPU here; use --device cpu or auto."
+        )
     if config.estimator.method not in WITHOUT_BLOCKS and not hyper_epochs(training):
         raise NtkMarglikError(
-            f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every {training.frequency} "
-            f"epochs from epoch {training.burnin} on (--frequency, --burnin). Use --burnin 1 --frequency 1, or "
+            f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every "
+            f"{training.frequency} "
+            f"epochs from epoch {training.burnin} on (--frequency, --burnin). Use --burnin 1 "
+            f"--frequency 1, or "
             "--method map to learn none."
         )
 
@@ -98,9 +136,13 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         )
     if estimator.subset > data.n_data and estimator.method != "sampled":
         raise NtkMarglikError(
-            f"--subset {estimator.subset}, but there are {data.n_data} training data; use --subset {data.n_data} (all)."
+            f"--subset {estimator.subset}, but there are {data.n_data} training data; use --subset "
+            f"{data.n_data} (all)."
         )
-    modules = [sum(p.numel() for p in module.parameters(recurse=False)) for module in problem.model.modules()]
+    modules = [
+        sum(p.numel() for p in module.parameters(recurse=False))
+        for module in problem.model.modules()
+    ]
     sizes = Sizes(
         structure="ntk" if estimator.method in WITHOUT_BLOCKS else estimator.method,
         modules=tuple(size for size in modules if size),
@@ -108,7 +150,8 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         outputs=estimator.outputs or data.n_classes,
         samples=config.sampling.samples,
     )
-    if config.run.baseline or "elbo" not in estimator.method:  # of which only the baseline has curvature
+    # of which only the baseline has curvature
+    if config.run.baseline or "elbo" not in estimator.method:
         _check_memory(config, sizes, problem)
     return sizes
 
@@ -128,29 +171,41 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
         return
     if sizes.structure == "sampled":
         raise NtkMarglikError(
-            f"{sizes.samples} posterior samples of {sizes.n_parameters:,} weights need about {needed() / 1e9:.2g} GB, "
+            f"{sizes.samples} posterior samples of {sizes.n_parameters:,} weights need about "
+            f"{needed() / 1e9:.2g} GB, "
             f"and {budget / 1e9:.2g} GB may be used (--memory-budget). Use fewer --samples."
         )
     choices = (
-        [f"--subset {fitting}"] if (fitting := _largest(lambda n: needed(subset=n) <= budget, sizes.subset)) else []
+        [f"--subset {fitting}"]
+        if (fitting := _largest(lambda n: needed(subset=n) <= budget, sizes.subset))
+        else []
     )
     if sizes.outputs > 1 and needed(outputs=1) <= budget:
         choices.append("--outputs 1")
     if sizes.structure != "kfac" and needed(structure="kfac") <= budget:
         choices.append("--method kfac")
     raise NtkMarglikError(
-        f"The {sizes.structure} curvature of {sizes.subset} data points and {sizes.outputs} outputs needs about "
-        f"{needed() / 1e9:.2g} GB for {sizes.n_parameters:,} weights, and {budget / 1e9:.2g} GB may be used "
+        f"The {sizes.structure} curvature of {sizes.subset} data points and {sizes.outputs} "
+        f"outputs needs about "
+        f"{needed() / 1e9:.2g} GB for {sizes.n_parameters:,} weights, and {budget / 1e9:.2g} GB "
+        f"may be used "
         f"(--memory-budget). "
-        + (f"Use {' or '.join(choices)}." if choices else "Nothing smaller fits: raise --memory-budget.")
+        + (
+            f"Use {' or '.join(choices)}."
+            if choices
+            else "Nothing smaller fits: raise --memory-budget."
+        )
     )
 
 
 def evidence_bytes(sizes: Sizes, problem: Problem) -> int:
-    """Memory of an estimate and its gradient, or of samples: with directions and residuals, and two."""
+    """Memory of an estimate and its gradient, or of samples: with directions and residuals, and
+    two.
+    """
     if sizes.structure == "sampled":
         averaged = problem.config.sampling.curvature == "averaged"
-        kept = sizes.samples * problem.data.n_data * problem.data.n_classes if averaged else 0  # outputs of samples
+        # outputs of samples
+        kept = sizes.samples * problem.data.n_data * problem.data.n_classes if averaged else 0
         numbers = (3 * sizes.samples + 2) * sizes.n_parameters + kept
         return numbers * problem.data.x_train.element_size()
     ml = problem.marginal_likelihood(sizes.structure)
@@ -159,7 +214,9 @@ def evidence_bytes(sizes: Sizes, problem: Problem) -> int:
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, if what fits is smaller than what does not; 0 if none does."""
+    """The largest number up to `most` that fits, if what fits is smaller than what does not; 0 if
+    none does.
+    """
     low = 0
     while low < most:
         middle = (low + most + 1) // 2
@@ -171,7 +228,9 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     """Sizes, and estimates of memory and time from one step of each kind; nothing is written."""
     data, training = problem.data, config.training
     index = torch.arange(min(training.batch_size, data.n_data))
-    weight_seconds = seconds(lambda: method.loss(data.x_train[index], data.y_train[index]).backward(), PATIENCE)
+    weight_seconds = seconds(
+        lambda: method.loss(data.x_train[index], data.y_train[index]).backward(), PATIENCE
+    )
     problem.model.zero_grad()
     steps_per_epoch = -(-data.n_data // training.batch_size)
     total = training.epochs * steps_per_epoch * weight_seconds
@@ -192,17 +251,20 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         total += training.epochs * steps_per_epoch * weight_seconds / copies
     needed, allowed = evidence_bytes(sizes, problem), memory_budget(config)
     lines = [
-        f"data        {data.name}: {data.n_data} training, {len(data.y_test)} test, inputs {data.input_shape}, "
+        f"data        {data.name}: {data.n_data} training, {len(data.y_test)} test, inputs "
+        f"{data.input_shape}, "
         f"{data.n_classes} classes",
         f"model       {config.problem.model}: {sizes.n_parameters:,} parameters in "
         f"{len(list(problem.model.parameters()))} tensors",
         f"block       {sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
         f"{len(problem.partition())} blocks in a partition",
-        f"memory      about {needed / 1e6:.0f} MB for the curvature of a block; {allowed / 1e9:.1f} GB allowed",
+        f"memory      about {needed / 1e6:.0f} MB for the curvature of a block; "
+        f"{allowed / 1e9:.1f} GB allowed",
         f"threads     {torch.get_num_threads()}",
         f"weights     {weights}",
         f"evidence    {evidence}",
-        f"time        about {total:.0f} s in all" + (", baseline included" if config.run.baseline else ""),
+        f"time        about {total:.0f} s in all"
+        + (", baseline included" if config.run.baseline else ""),
     ]
     return "\n".join(lines)
 
@@ -220,16 +282,22 @@ def _steps_per_round(config: Config, problem: Problem) -> int:
 
 
 def _evidence_seconds(sizes: Sizes, problem: Problem, method: Method) -> float:
-    """Time of one estimate and its gradient: of a whole block if that is quick, else extrapolated from a few data."""
+    """Time of one estimate and its gradient: of a whole block if that is quick, else extrapolated
+    from a few data.
+    """
     data, block = problem.data, problem.partition()[0]
     ml = problem.marginal_likelihood(method.structure)
 
     def estimate(points: int) -> float:
         index, columns = block.index[:points], block.columns[:points]
         x, y = data.x_train[index], data.y_train[index]
-        return seconds(lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()), PATIENCE)
+        return seconds(
+            lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()), PATIENCE
+        )
 
     points = min(FEW, sizes.subset)
-    algebra = Speed.measured(data.x_train, torch.linalg.cholesky).algebra(sizes.structure, sizes.rows, sizes.modules)
+    algebra = Speed.measured(data.x_train, torch.linalg.cholesky).algebra(
+        sizes.structure, sizes.rows, sizes.modules
+    )
     whole = estimate(points) * sizes.subset / points + WITH_GRADIENT * algebra
     return estimate(sizes.subset) if whole < PATIENCE else whole

@@ -24,11 +24,19 @@ from ntkmarglik.problem.models import build
 from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.runs import checkpoint, report
-from ntkmarglik.runs.folder import NoFolder, RunFolder, folder_of, name_of, read_metrics, read_summary
+from ntkmarglik.runs.folder import (
+    NoFolder,
+    RunFolder,
+    folder_of,
+    name_of,
+    read_metrics,
+    read_summary,
+)
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.summary import summarise
 
-EVIDENCE_SEED = 2**31  # added to the seed (of which torch uses 32 bits): blocks are drawn independently of batches
+# added to the seed (of which torch uses 32 bits): blocks are drawn independently of batches
+EVIDENCE_SEED = 2**31
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +50,9 @@ def run(config: Config) -> report.Runs:
     if config.run.dry_run:
         return _dry_run(config) if rank() == 0 else {}
     config = config.updated(resume=config.run.resume or restarts() > 0)
-    with meeting(machine.device_of(config), config.run.seed, config.run.collective_timeout) as ranks:
+    with meeting(
+        machine.device_of(config), config.run.seed, config.run.collective_timeout
+    ) as ranks:
         if ranks is not None:  # the data may have to be downloaded
             ranks.from_first(lambda: _data(config) and None, "loading the data")
         data = _data(config)
@@ -55,11 +65,16 @@ def run(config: Config) -> report.Runs:
                 runs = _runs(problem, method, path)
             except (KeyboardInterrupt, RanksError):
                 if rank() == 0:
-                    print(f"the same command with --resume --out {path} continues this run", file=sys.stderr)
+                    print(
+                        f"the same command with --resume --out {path} continues this run",
+                        file=sys.stderr,
+                    )
                 raise
             if rank() == 0:
                 report.show(runs)
-                report.save(runs, path / "figure.png", augment=problem.augment, example=data.x_train[0])
+                report.save(
+                    runs, path / "figure.png", augment=problem.augment, example=data.x_train[0]
+                )
                 print(f"run folder: {path}")
     return runs
 
@@ -79,9 +94,13 @@ def _dry_run(config: Config) -> report.Runs:
 def _data(config: Config) -> Dataset:
     settings = config.problem
     return load(
-        settings.dataset, settings.data_root, n_data=settings.n_data, seed=config.run.seed,
-        device=machine.device_of(config), dtype=machine.dtype_of(config),
-    )  # fmt: skip
+        settings.dataset,
+        settings.data_root,
+        n_data=settings.n_data,
+        seed=config.run.seed,
+        device=machine.device_of(config),
+        dtype=machine.dtype_of(config),
+    )
 
 
 def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
@@ -90,14 +109,20 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
     runs = {label: train(problem, method, path, label)}
     if problem.config.run.baseline and method.learns:
         fixed = prepare(baseline_of(problem.config), problem.data, problem.ranks)
-        runs["MAP baseline"] = train(fixed, method.baseline(fixed), path / "baseline", "MAP baseline")
+        runs["MAP baseline"] = train(
+            fixed, method.baseline(fixed), path / "baseline", "MAP baseline"
+        )
     return runs
 
 
 def baseline_of(config: Config) -> Config:
     """The same settings with a fixed prior, and without the augmentation that is learned."""
     fixed = config.updated(method="map")
-    return fixed.updated(aug_init=0.0) if config.hyperparameters.flip else fixed.updated(augment="none")
+    return (
+        fixed.updated(aug_init=0.0)
+        if config.hyperparameters.flip
+        else fixed.updated(augment="none")
+    )
 
 
 def prepare(config: Config, data: Dataset, ranks: Ranks | None = None) -> Problem:
@@ -105,19 +130,29 @@ def prepare(config: Config, data: Dataset, ranks: Ranks | None = None) -> Proble
     device, dtype = machine.device_of(config), machine.dtype_of(config)
     settings, hyper = config.problem, config.hyperparameters
     model = build(
-        settings.model, data.input_shape, data.n_classes,
-        depth=settings.depth, width=settings.width, seed=config.run.seed,
-    ).to(device, dtype)  # fmt: skip
+        settings.model,
+        data.input_shape,
+        data.n_classes,
+        depth=settings.depth,
+        width=settings.width,
+        seed=config.run.seed,
+    ).to(device, dtype)
     prior = GaussianPrior(model, hyper.prior, hyper.prior_precision)
     augment = None
     if hyper.augment == "affine":
-        augment = AffineAugmentation(hyper.aug_samples, flip=hyper.flip, init=hyper.aug_init).to(device, dtype)
+        augment = AffineAugmentation(hyper.aug_samples, flip=hyper.flip, init=hyper.aug_init).to(
+            device, dtype
+        )
     generator = torch.Generator().manual_seed(EVIDENCE_SEED + config.run.seed)
     return Problem(config, data, model, prior, augment, generator, ranks)
 
 
-def train(problem: Problem, method: Method, path: Path, label: str) -> tuple[list[Metrics], Metrics]:
-    """One run from its start (or its checkpoint) to its summary; a finished one is read from its folder."""
+def train(
+    problem: Problem, method: Method, path: Path, label: str
+) -> tuple[list[Metrics], Metrics]:
+    """One run from its start (or its checkpoint) to its summary; a finished one is read from its
+    folder.
+    """
     resume, ranks = problem.config.run.resume, problem.ranks
     trainer = Trainer(problem, method)
     state, summary = by_first(ranks, lambda: _stored(path, resume), "reading the checkpoint")
@@ -127,7 +162,10 @@ def train(problem: Problem, method: Method, path: Path, label: str) -> tuple[lis
             return read_metrics(path), summary
     if resume and rank() == 0:
         none = f"there is no checkpoint in {path} yet, starting from the first epoch"
-        print(f"{label}: {f'continuing after epoch {trainer.epoch}' if state else none}", file=sys.stderr)
+        print(
+            f"{label}: {f'continuing after epoch {trainer.epoch}' if state else none}",
+            file=sys.stderr,
+        )
     folder: RunFolder | NoFolder = NoFolder()
 
     def opened() -> None:
@@ -137,7 +175,11 @@ def train(problem: Problem, method: Method, path: Path, label: str) -> tuple[lis
     by_first(ranks, opened, "opening the run folder")
     summary = {}
     try:
-        total, initial, quiet = trainer.training.epochs, trainer.epoch, rank() > 0 or not sys.stderr.isatty()
+        total, initial, quiet = (
+            trainer.training.epochs,
+            trainer.epoch,
+            rank() > 0 or not sys.stderr.isatty(),
+        )
         with tqdm(total=total, initial=initial, desc=label, unit="epoch", disable=quiet) as bar:
             trainer.run(folder, _progress(bar))
         summary = summarise(trainer)
@@ -153,7 +195,9 @@ def _stored(path: Path, resume: bool) -> tuple[dict[str, Any] | None, Metrics | 
     if resume and (path / "checkpoint.pt").exists():
         return checkpoint.load(path / "checkpoint.pt"), summary
     if resume and summary is not None:
-        raise NtkMarglikError(f"{path} holds a finished run without its checkpoint; choose another folder with --out.")
+        raise NtkMarglikError(
+            f"{path} holds a finished run without its checkpoint; choose another folder with --out."
+        )
     return None, summary
 
 

@@ -28,7 +28,9 @@ NAMES = ("digits", *SOURCES, *PICTURES, *TEXTS)
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Inputs, each a picture [h, w, c] uint8, the bytes of a picture file, or a text; and labels [n] int64."""
+    """Inputs, each a picture [h, w, c] uint8, the bytes of a picture file, or a text; and labels
+    [n] int64.
+    """
 
     inputs: np.ndarray | list[bytes] | list[str]
     labels: np.ndarray
@@ -52,7 +54,9 @@ class Examples:
                 with Image.open(io.BytesIO(source)) as picture:
                     return np.asarray(picture.convert("RGB"))
             except (OSError, SyntaxError, ValueError) as error:
-                raise NtkMarglikError(f"A picture cannot be decoded ({error}); fetch its file again.") from error
+                raise NtkMarglikError(
+                    f"A picture cannot be decoded ({error}); fetch its file again."
+                ) from error
         assert isinstance(source, np.ndarray)
         return np.repeat(source, 3, axis=2) if source.shape[2] == 1 else source
 
@@ -63,7 +67,9 @@ def is_text(name: str) -> bool:
 
 
 def read(name: str, root: Path) -> tuple[Examples, Examples, int]:
-    """Training and test examples of a data set and its number of classes, from `root` or downloaded to it."""
+    """Training and test examples of a data set and its number of classes, from `root` or downloaded
+    to it.
+    """
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -82,7 +88,9 @@ def read(name: str, root: Path) -> tuple[Examples, Examples, int]:
 
 
 def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> Examples:
-    """The cells of the first of `columns` that the Parquet files of a split have: texts, or bytes of pictures."""
+    """The cells of the first of `columns` that the Parquet files of a split have: texts, or bytes
+    of pictures.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -94,19 +102,26 @@ def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> 
             column = next((name for name in columns if name in names), None)
             if column is None or source.label not in names:
                 raise NtkMarglikError(
-                    f"{path} should have a column {' or '.join(columns)} and a label column {source.label!r}, but has "
+                    f"{path} should have a column {' or '.join(columns)} and a label column "
+                    f"{source.label!r}, but has "
                     f"{names}. Replace it by the file of the Hugging Face hub."
                 )
             table = pq.read_table(path, columns=[column, source.label])
         except (pa.ArrowException, OSError) as error:
             raise NtkMarglikError(
-                f"{path} is not a readable Parquet file ({error}); it may be cut short. Delete it and fetch it again."
+                f"{path} is not a readable Parquet file ({error}); it may be cut short. Delete it "
+                f"and fetch it again."
             ) from error
         cells = table[column].to_pylist()
         inputs += [cell["bytes"] if isinstance(cell, dict) else cell for cell in cells]
         labels.append(table[source.label].to_numpy().astype(np.int64))
     found = np.concatenate(labels)
-    if not len(found) or found.min() < 0 or found.max() >= source.n_classes or any(i is None for i in inputs):
+    if (
+        not len(found)
+        or found.min() < 0
+        or found.max() >= source.n_classes
+        or any(i is None for i in inputs)
+    ):
         raise NtkMarglikError(
             f"{folder}: every example of the {split} split should have an input and a label 0 ... "
             f"{source.n_classes - 1}. Delete its files and fetch them again."
@@ -131,14 +146,16 @@ def restricted(examples: Examples, classes: Sequence[int], n_classes: int) -> Ex
 
 
 def balanced(labels: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Indices of a random subset with classes in equal parts, as far as there are enough; 0 takes all.
+    """Indices of a random subset with classes in equal parts, as far as there are enough; 0 takes
+    all.
 
     Subsets of one seed are nested: each class is put in a random order, and the classes take turns.
     """
     n = len(labels)
     if not 0 <= size <= n:
         raise NtkMarglikError(
-            f"--n-data must be between 1 and the {n} training examples (or 0 for all), but is {size}."
+            f"--n-data must be between 1 and the {n} training examples (or 0 for all), but is "
+            f"{size}."
         )
     order = np.random.default_rng(seed).permutation(n)
     turns = np.empty(n, np.int64)

@@ -22,7 +22,13 @@ class Fit:
     """Training of a model on a part of the data; its weights must be the pretrained ones."""
 
     def __init__(
-        self, model: Classifier, plan: Plan, candidate: Candidate, part: Part, config: FinetuneConfig, number: int
+        self,
+        model: Classifier,
+        plan: Plan,
+        candidate: Candidate,
+        part: Part,
+        config: FinetuneConfig,
+        number: int,
     ):
         self.model, self.candidate, self.part, self.config = model, candidate, part, config
         n, device = len(part), part.y.device
@@ -35,9 +41,14 @@ class Fit:
         self.groups = _groups(model, self.objective.parameters())
         factor = config.search.sigma_rate / candidate.rate if config.search.sigma_rate else 1.0
         self.optimizer = torch.optim.SGD(
-            [{"params": group, "factor": factor if i == 2 else 1.0} for i, group in enumerate(self.groups)],
-            candidate.rate, momentum=MOMENTUM, nesterov=True,
-        )  # fmt: skip
+            [
+                {"params": group, "factor": factor if i == 2 else 1.0}
+                for i, group in enumerate(self.groups)
+            ],
+            candidate.rate,
+            momentum=MOMENTUM,
+            nesterov=True,
+        )
         self.step = 0
         self.losses: list[float] = []  # since they were last asked for
         self._order = torch.empty(0, dtype=torch.long)
@@ -87,7 +98,9 @@ class Fit:
         return mean
 
     def _next_index(self) -> Tensor:
-        """Batches of equal size in a random order; what is left over at the end of an epoch is dropped."""
+        """Batches of equal size in a random order; what is left over at the end of an epoch is
+        dropped.
+        """
         if len(self._order) < self.batch_size:
             self._order = torch.randperm(len(self.part), generator=self.batches)
         index, self._order = self._order[: self.batch_size], self._order[self.batch_size :]
@@ -97,11 +110,16 @@ class Fit:
         """Everything that determines the rest of the fit."""
         cuda = self.part.y.device.type == "cuda"
         return {
-            "model": self.model.state_dict(), "objective": self.objective.state(), "step": self.step,
-            "optimizer": self.optimizer.state_dict(), "batches": self.batches.get_state(), "order": self._order,
-            "losses": self.losses, "dropout": torch.cuda.get_rng_state() if cuda else torch.get_rng_state(),
+            "model": self.model.state_dict(),
+            "objective": self.objective.state(),
+            "step": self.step,
+            "optimizer": self.optimizer.state_dict(),
+            "batches": self.batches.get_state(),
+            "order": self._order,
+            "losses": self.losses,
+            "dropout": torch.cuda.get_rng_state() if cuda else torch.get_rng_state(),
             "candidate": vars(self.candidate),
-        }  # fmt: skip
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a fit where its state left it."""
@@ -110,11 +128,19 @@ class Fit:
         self.optimizer.load_state_dict(state["optimizer"])
         self.batches.set_state(state["batches"])
         self._order, self.losses, self.step = state["order"], state["losses"], state["step"]
-        (torch.cuda.set_rng_state if self.part.y.device.type == "cuda" else torch.set_rng_state)(state["dropout"])
+        (torch.cuda.set_rng_state if self.part.y.device.type == "cuda" else torch.set_rng_state)(
+            state["dropout"]
+        )
 
 
 def _groups(model: Classifier, others: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Weights of the backbone, of the head, and what is trained besides: each has its own limit of the gradient."""
-    weights = [(name.startswith(f"{model.backbone}."), p) for name, p in model.named_parameters() if p.requires_grad]
+    """Weights of the backbone, of the head, and what is trained besides: each has its own limit of
+    the gradient.
+    """
+    weights = [
+        (name.startswith(f"{model.backbone}."), p)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
     groups = [[p for own, p in weights if own], [p for own, p in weights if not own], others]
     return [group for group in groups if group]

@@ -35,14 +35,20 @@ class Part:
     def chosen(self, index: np.ndarray) -> Part:
         """Some of these examples."""
         part = object.__new__(Part)
-        part._examples, part._prepare, part._device = self._examples.chosen(index), self._prepare, self._device
+        part._examples, part._prepare, part._device = (
+            self._examples.chosen(index),
+            self._prepare,
+            self._device,
+        )
         own = torch.from_numpy(index)
         part.y = self.y[own.to(self._device)]
         part._inputs = None if self._inputs is None else map_inputs(lambda t: t[own], self._inputs)
         return part
 
     def batch(self, index: Tensor) -> tuple[Inputs, Tensor]:
-        """Inputs and labels of the examples at `index`; texts without columns that are padding in all of them."""
+        """Inputs and labels of the examples at `index`; texts without columns that are padding in
+        all of them.
+        """
         x = self._prepare(self._examples, index.numpy()) if self._inputs is None else None
         if self._inputs is not None:
             x = map_inputs(lambda t: t[index], self._inputs)
@@ -59,12 +65,17 @@ class Part:
     def _fit_in_memory(self) -> bool:
         first = self._prepare(self._examples, np.arange(1))
         # texts are padded to the longest, which the first does not tell; their tokens are small
-        return isinstance(first, dict) or first.numel() * first.element_size() * len(self) <= KEPT_BYTES
+        return (
+            isinstance(first, dict)
+            or first.numel() * first.element_size() * len(self) <= KEPT_BYTES
+        )
 
     def _all(self) -> Inputs:
         if isinstance(self._examples.inputs, list) and isinstance(self._examples.inputs[0], str):
             return self._prepare(self._examples, np.arange(len(self)))
-        parts = [self._prepare(self._examples, i.numpy()) for i in torch.arange(len(self)).split(CHUNK)]
+        parts = [
+            self._prepare(self._examples, i.numpy()) for i in torch.arange(len(self)).split(CHUNK)
+        ]
         return torch.cat([tensor for part in parts for tensor in tensors_of(part)])
 
 
@@ -77,11 +88,14 @@ class Data:
     n_classes: int
 
     def halves(self, share: float, seed: int) -> tuple[Part, Part]:
-        """The training data without and with a held-out share that has the classes in equal parts."""
+        """The training data without and with a held-out share that has the classes in equal
+        parts.
+        """
         size = round(share * len(self.train))
         if not 0 < size < len(self.train):
             raise NtkMarglikError(
-                f"--held-out {share} of {len(self.train)} training data leaves one part empty; use a larger --n-data."
+                f"--held-out {share} of {len(self.train)} training data leaves one part empty; use "
+                f"a larger --n-data."
             )
         index = balanced(self.train.y.cpu().numpy(), size, seed)
         rest = np.setdiff1d(np.arange(len(self.train)), index)
@@ -96,13 +110,19 @@ def load(config: FinetuneConfig, prepare: Preparation, device: torch.device) -> 
     train = train.chosen(balanced(train.labels, task.n_data, seed))
     n_classes = len(task.classes) or n_classes
     if len(train) < n_classes:
-        raise NtkMarglikError(f"--n-data {task.n_data} is less than one for each of the {n_classes} classes.")
+        raise NtkMarglikError(
+            f"--n-data {task.n_data} is less than one for each of the {n_classes} classes."
+        )
     if task.n_test > len(test):
-        raise NtkMarglikError(f"--n-test {task.n_test}, but there are {len(test)} test examples; use at most these.")
+        raise NtkMarglikError(
+            f"--n-test {task.n_test}, but there are {len(test)} test examples; use at most these."
+        )
     if task.n_test:
         test = test.chosen(np.random.default_rng(TEST_SEED).permutation(len(test))[: task.n_test])
     if task.augment != "none" and is_text(task.dataset):
-        raise NtkMarglikError(f"--augment {task.augment} is for images, but {task.dataset} is of texts.")
+        raise NtkMarglikError(
+            f"--augment {task.augment} is for images, but {task.dataset} is of texts."
+        )
     return Data(Part(train, prepare, device), Part(test, prepare, device), n_classes)
 
 
@@ -118,9 +138,10 @@ def changed(x: Inputs, kind: str, generator: torch.Generator) -> Inputs:
     padded = F.pad(x, (w // 8, w // 8, h // 8, h // 8), mode="replicate")
     tops = torch.randint(2 * (h // 8) + 1, (n,), generator=generator).tolist()
     lefts = torch.randint(2 * (w // 8) + 1, (n,), generator=generator).tolist()
+    # an image at a time: there are few in a batch
     return torch.stack(
         [p[:, t : t + h, s : s + w] for p, t, s in zip(padded, tops, lefts, strict=True)]
-    )  # an image at a time: there are few in a batch
+    )
 
 
 Batches = Callable[[], Iterator[tuple[Inputs, Tensor]]]

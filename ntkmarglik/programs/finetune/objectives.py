@@ -1,4 +1,6 @@
-"""What a fit minimises, what it learns besides the weights, and how good the result is by the same measure."""
+"""What a fit minimises, what it learns besides the weights, and how good the result is by the same
+measure.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from asdl_marglik import evaluating, trainable
-from laplace_marglik import Categorical, DataEmphasizedELBO, DiagonalLaplace, Evidence, GaussianPrior
+from laplace_marglik import (
+    Categorical,
+    DataEmphasizedELBO,
+    DiagonalLaplace,
+    Evidence,
+    GaussianPrior,
+)
 from ntkmarglik.programs.finetune.config import Search
 from ntkmarglik.programs.finetune.inputs import Inputs, Part
 from ntkmarglik.runs.loggers import Metrics
@@ -20,8 +28,21 @@ LIKELIHOOD = "classification"
 class Objective(ABC):
     """A loss for the weights of a model under a prior whose groups are backbone and head."""
 
-    def __init__(self, model: nn.Module, prior: GaussianPrior, n_data: int, search: Search, generator: torch.Generator):
-        self.model, self.prior, self.n_data, self.search, self.generator = model, prior, n_data, search, generator
+    def __init__(
+        self,
+        model: nn.Module,
+        prior: GaussianPrior,
+        n_data: int,
+        search: Search,
+        generator: torch.Generator,
+    ):
+        self.model, self.prior, self.n_data, self.search, self.generator = (
+            model,
+            prior,
+            n_data,
+            search,
+            generator,
+        )
 
     def parameters(self) -> list[nn.Parameter]:
         """What is trained by the loss besides the weights."""
@@ -40,7 +61,9 @@ class Objective(ABC):
 
     def prior_variance(self) -> dict[str, float]:
         """The variances of backbone and head."""
-        return dict(zip(self.prior.group_names, (1 / self.prior.precision.detach()).tolist(), strict=True))
+        return dict(
+            zip(self.prior.group_names, (1 / self.prior.precision.detach()).tolist(), strict=True)
+        )
 
     def describe(self) -> Metrics:
         """What was learned."""
@@ -57,7 +80,8 @@ class Objective(ABC):
 class Map(Objective):
     """The mode of the posterior under a fixed prior: L2-SP.
 
-        loss = -mean log p(y | x, w) + alpha/2 |w_backbone - w_pretrained|^2 + beta/2 |w_head|^2,   precision = alpha N
+        loss = -mean log p(y | x, w) + alpha/2 |w_backbone - w_pretrained|^2 + beta/2 |w_head|^2
+        precision = alpha N
 
     (Li et al. 2018).
     """
@@ -70,7 +94,10 @@ class Map(Objective):
     @torch.no_grad()
     def score(self, part: Part) -> float:
         with evaluating(self.model):
-            sums = [self._likelihood.log_prob(self.model(x), y).double().sum() for x, y in part.batches()]
+            sums = [
+                self._likelihood.log_prob(self.model(x), y).double().sum()
+                for x, y in part.batches()
+            ]
         return (torch.stack(sums).sum() / len(part) - self._penalty()).item()
 
     def _penalty(self) -> Tensor:
@@ -78,7 +105,9 @@ class Map(Objective):
 
 
 class LaplaceEvidence(Map):
-    """The mode under a prior that is learned by the evidence of a diagonal empirical-Fisher Laplace approximation."""
+    """The mode under a prior that is learned by the evidence of a diagonal empirical-Fisher Laplace
+    approximation.
+    """
 
     def learn(self, part: Part) -> None:
         laplace = self._laplace(part)
@@ -98,16 +127,30 @@ class LaplaceEvidence(Map):
 
 
 class Elbo(Objective):
-    """The evidence lower bound of an isotropic Gaussian posterior; prior variances are optimal in closed form."""
+    """The evidence lower bound of an isotropic Gaussian posterior; prior variances are optimal in
+    closed form.
+    """
 
     kappa: float | None = 1.0  # None: as configured
 
-    def __init__(self, model: nn.Module, prior: GaussianPrior, n_data: int, search: Search, generator: torch.Generator):
+    def __init__(
+        self,
+        model: nn.Module,
+        prior: GaussianPrior,
+        n_data: int,
+        search: Search,
+        generator: torch.Generator,
+    ):
         super().__init__(model, prior, n_data, search, generator)
         self.bound = DataEmphasizedELBO(
-            model, LIKELIHOOD, n_data=n_data, prior=prior, sigma=search.sigma, generator=generator,
+            model,
+            LIKELIHOOD,
+            n_data=n_data,
+            prior=prior,
+            sigma=search.sigma,
+            generator=generator,
             kappa=self.kappa or search.kappa or "auto",
-        )  # fmt: skip
+        )
 
     def parameters(self) -> list[nn.Parameter]:
         return self.bound.parameters()

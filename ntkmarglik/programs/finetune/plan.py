@@ -1,4 +1,6 @@
-"""Which fits a method makes: the next one follows from the finished ones, so that a resumed search repeats itself."""
+"""Which fits a method makes: the next one follows from the finished ones, so that a resumed search
+repeats itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any, Literal
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.finetune.config import Search
-from ntkmarglik.programs.finetune.objectives import DataEmphasized, Elbo, LaplaceEvidence, Map, Objective
+from ntkmarglik.programs.finetune.objectives import (
+    DataEmphasized,
+    Elbo,
+    LaplaceEvidence,
+    Map,
+    Objective,
+)
 from ntkmarglik.programs.finetune.pretrained import INSTALL
 
 
@@ -35,9 +43,10 @@ class Result:
 class Plan:
     """How a method searches.
 
-    scores: by its objective on the training data ("objective"), or on held-out data by their log-likelihood
-    ("held-out") or their conditional evidence ("clml"); then a last fit on all data follows. candidates: learning
-    rates, a grid with weight decays, or proposals of Bayesian optimisation.
+    scores: by its objective on the training data ("objective"), or on held-out data by their
+    log-likelihood ("held-out") or their conditional evidence ("clml"); then a last fit on all data
+    follows. candidates: learning rates, a grid with weight decays, or proposals of Bayesian
+    optimisation.
     """
 
     objective: type[Objective]
@@ -52,7 +61,9 @@ class Plan:
     def n_fits(self, search: Search) -> int:
         """All fits, the last one on all data included."""
         grid = len(search.rates) * len(search.backbone_decays) * len(search.head_decays)
-        return {"rates": len(search.rates), "grid": grid, "optimised": search.trials}[self.candidates] + self.holds_out
+        return {"rates": len(search.rates), "grid": grid, "optimised": search.trials}[
+            self.candidates
+        ] + self.holds_out
 
     def next(self, search: Search, done: Sequence[Result], seed: int) -> Candidate | None:
         """The candidate of the next fit; None after the last one."""
@@ -65,7 +76,9 @@ class Plan:
         decays = [(search.backbone_decay, search.head_decay)]
         if self.candidates == "grid":
             decays = list(itertools.product(search.backbone_decays, search.head_decays))
-        return [Candidate(rate, *pair) for rate, pair in itertools.product(search.rates, decays)][len(done)]
+        return [Candidate(rate, *pair) for rate, pair in itertools.product(search.rates, decays)][
+            len(done)
+        ]
 
 
 def best(done: Sequence[Result]) -> Result:
@@ -84,17 +97,25 @@ def _proposed(search: Search, done: Sequence[Result], seed: int) -> Candidate:
     optuna = _optuna()
     distributions = {
         "rate": optuna.distributions.CategoricalDistribution(search.rates),
-        **{name: optuna.distributions.FloatDistribution(min(values), max(values), log=True) for name, values in
-           (("backbone_decay", search.backbone_decays), ("head_decay", search.head_decays))},
-    }  # fmt: skip
+        **{
+            name: optuna.distributions.FloatDistribution(min(values), max(values), log=True)
+            for name, values in (
+                ("backbone_decay", search.backbone_decays),
+                ("head_decay", search.head_decays),
+            )
+        },
+    }
     # built anew for every fit: the finished fits are all its state
     study = optuna.create_study(
-        direction="maximize", sampler=optuna.samplers.TPESampler(seed=2**16 * seed + len(done), n_startup_trials=5)
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=2**16 * seed + len(done), n_startup_trials=5),
     )
     worst = min((r.score for r in done if r.score > -math.inf), default=0.0)
     for result in done:
         score = max(result.score, worst - abs(worst) - 1)  # the estimator takes no infinities
-        trial = optuna.trial.create_trial(params=vars(result.candidate), distributions=distributions, value=score)
+        trial = optuna.trial.create_trial(
+            params=vars(result.candidate), distributions=distributions, value=score
+        )
         study.add_trial(trial)
     return Candidate(**study.ask(distributions).params)
 

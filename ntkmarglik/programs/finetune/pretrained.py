@@ -1,4 +1,6 @@
-"""Pretrained networks by the names of the transformers library, with a new head, and what makes inputs for them."""
+"""Pretrained networks by the names of the transformers library, with a new head, and what makes
+inputs for them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ INSTALL = "pip install 'ntk-marglik[finetune]'"
 
 
 class Classifier(nn.Module):
-    """A transformers classifier as a function of one argument, pixels [n, 3, h, w] or a mapping of tokens, to logits.
+    """A transformers classifier as a function of one argument, pixels [n, 3, h, w] or a mapping of
+    tokens, to logits.
 
     Its parameters are `network.BACKBONE.*` and those of the head.
     """
@@ -38,8 +41,11 @@ class Classifier(nn.Module):
         if isinstance(x, Tensor):
             return self.network(pixel_values=x).logits
         mask = x["attention_mask"]
-        # The mask over keys that attention adds: made here, since gradients per datum cannot pass through its making.
-        hidden = torch.zeros_like(mask, dtype=self._dtype).masked_fill(mask == 0, torch.finfo(self._dtype).min)
+        # The mask over keys that attention adds: made here, since gradients per datum cannot pass
+        # through its making.
+        hidden = torch.zeros_like(mask, dtype=self._dtype).masked_fill(
+            mask == 0, torch.finfo(self._dtype).min
+        )
         return self.network(**{**x, "attention_mask": hidden[:, None, None, :]}).logits
 
     def save(self, folder: Path) -> None:
@@ -53,15 +59,25 @@ class Classifier(nn.Module):
 
 
 def load(checkpoint: str, n_classes: int, *, text: bool, seed: int) -> Classifier:
-    """The network of a checkpoint, in training mode, with a head for these classes drawn from the seed."""
+    """The network of a checkpoint, in training mode, with a head for these classes drawn from the
+    seed.
+    """
     transformers = library()
-    kind = transformers.AutoModelForSequenceClassification if text else transformers.AutoModelForImageClassification
+    kind = (
+        transformers.AutoModelForSequenceClassification
+        if text
+        else transformers.AutoModelForImageClassification
+    )
     with _explained(checkpoint, "network"), torch.random.fork_rng(), _quiet():
-        torch.manual_seed(seed)  # the library draws weights that a checkpoint lacks from torch's own generator
+        # the library draws weights that a checkpoint lacks from torch's own generator
+        torch.manual_seed(seed)
         network = kind.from_pretrained(
-            checkpoint, num_labels=n_classes, ignore_mismatched_sizes=True, attn_implementation="eager",
+            checkpoint,
+            num_labels=n_classes,
+            ignore_mismatched_sizes=True,
+            attn_implementation="eager",
             dtype=torch.float32,
-        )  # fmt: skip
+        )
     model = Classifier(network)
     _renew_head(model, torch.Generator().manual_seed(seed))
     return model.train()
@@ -70,7 +86,9 @@ def load(checkpoint: str, n_classes: int, *, text: bool, seed: int) -> Classifie
 def _renew_head(model: Classifier, generator: torch.Generator) -> None:
     """Forget the head's weights: a checkpoint may be of as many other classes."""
     scale = getattr(model.network.config, "initializer_range", 0.02)
-    heads = [m for name, m in model.named_modules() if not f"{name}.".startswith(f"{model.backbone}.")]
+    heads = [
+        m for name, m in model.named_modules() if not f"{name}.".startswith(f"{model.backbone}.")
+    ]
     for module in heads:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=scale, generator=generator)
@@ -79,7 +97,8 @@ def _renew_head(model: Classifier, generator: torch.Generator) -> None:
 
 
 def l2_sp(model: Classifier, backbone: float, head: float) -> GaussianPrior:
-    """Independent Gaussians around the weights of the backbone as they are now, and around zero for the head.
+    """Independent Gaussians around the weights of the backbone as they are now, and around zero for
+    the head.
 
     backbone, head: their precisions, the usual weight decay times the number of data.
     """
@@ -87,9 +106,11 @@ def l2_sp(model: Classifier, backbone: float, head: float) -> GaussianPrior:
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     weights = dict(model.named_parameters())
     return GaussianPrior(
-        model, {pattern: "backbone", "*": "head"}, {"backbone": backbone, "head": head},
+        model,
+        {pattern: "backbone", "*": "head"},
+        {"backbone": backbone, "head": head},
         mean={name: weights[name] for name in names if name.startswith(f"{model.backbone}.")},
-    )  # fmt: skip
+    )
 
 
 class Preparation:
@@ -107,12 +128,16 @@ class Preparation:
         """Pixels of the chosen examples, or their tokens padded to the longest text."""
         if not self._text:
             pictures = [examples.picture(i) for i in index]
-            return self.processor(images=pictures, return_tensors="pt", input_data_format="channels_last")[
-                "pixel_values"
-            ]
+            return self.processor(
+                images=pictures, return_tensors="pt", input_data_format="channels_last"
+            )["pixel_values"]
         longest = min(self._max_length, self.processor.model_max_length)
         texts = [examples.inputs[i] for i in index]
-        return dict(self.processor(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt"))
+        return dict(
+            self.processor(
+                texts, padding=True, truncation=True, max_length=longest, return_tensors="pt"
+            )
+        )
 
 
 def library() -> Any:
@@ -129,10 +154,15 @@ def _explained(checkpoint: str, part: str) -> Iterator[None]:
     """Errors of the library, in one sentence that says what to do."""
     folder = Path(checkpoint)
     if folder.is_dir() and not (folder / "config.json").exists():
-        raise NtkMarglikError(f"--checkpoint {checkpoint}: the folder has no config.json; save_pretrained makes one.")
-    if not folder.is_dir() and (folder.is_absolute() or checkpoint.count("/") > 1 or checkpoint.startswith(".")):
         raise NtkMarglikError(
-            f"--checkpoint {checkpoint}: there is no such folder, and it is not a hub name like OWNER/NAME."
+            f"--checkpoint {checkpoint}: the folder has no config.json; save_pretrained makes one."
+        )
+    if not folder.is_dir() and (
+        folder.is_absolute() or checkpoint.count("/") > 1 or checkpoint.startswith(".")
+    ):
+        raise NtkMarglikError(
+            f"--checkpoint {checkpoint}: there is no such folder, and it is not a hub name like "
+            f"OWNER/NAME."
         )
     try:
         yield
@@ -140,10 +170,13 @@ def _explained(checkpoint: str, part: str) -> Iterator[None]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = f"The {part} of the checkpoint {checkpoint}"
         if not folder.is_dir():
-            what = f"There is no folder {checkpoint}, and the {part} of the hub's network of that name"
+            what = (
+                f"There is no folder {checkpoint}, and the {part} of the hub's network of that name"
+            )
         raise NtkMarglikError(
             f"{what} cannot be loaded ({reason}). Give a folder made by "
-            "save_pretrained of the network and of its image processor or tokenizer, or a hub name and a network."
+            "save_pretrained of the network and of its image processor or tokenizer, or a hub name "
+            "and a network."
         ) from error
 
 

@@ -31,7 +31,10 @@ def table(summary: Metrics) -> Table:
         "prior variance, head": f"{variance['head']:.3g}",
     }
     if "sigma" in summary:
-        rows |= {"posterior width sigma": f"{summary['sigma']:.3g}", "emphasis kappa": f"{summary['kappa']:.4g}"}
+        rows |= {
+            "posterior width sigma": f"{summary['sigma']:.3g}",
+            "emphasis kappa": f"{summary['kappa']:.4g}",
+        }
     rows |= {"fits": str(len(summary["fits"])), "seconds": f"{summary['seconds_total']:.1f}"}
     for name, value in rows.items():
         result.add_row(name, value)
@@ -53,25 +56,38 @@ def save(method: str, lines: list[Metrics], summary: Metrics, path: Path) -> Non
 
 
 def figure(method: str, lines: list[Metrics], summary: Metrics, path: Path) -> None:
-    """Test accuracy and log-likelihood of every fit against the time of the run; the chosen fit stands out."""
-    titles = {"test_accuracy": "test accuracy", "test_log_likelihood": "test log-likelihood per datum"}
+    """Test accuracy and log-likelihood of every fit against the time of the run; the chosen fit
+    stands out.
+    """
+    titles = {
+        "test_accuracy": "test accuracy",
+        "test_log_likelihood": "test log-likelihood per datum",
+    }
     with plt.rc_context(STYLE):
         picture, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
         try:
             for panel, (key, title) in zip(axes, titles.items(), strict=True):
                 for number in dict.fromkeys(line["fit"] for line in lines):
-                    points = [(m["seconds"], m[key]) for m in lines if m["fit"] == number and key in m]
+                    points = [
+                        (m["seconds"], m[key]) for m in lines if m["fit"] == number and key in m
+                    ]
                     chosen = number == summary["fit"]
                     if points:
                         panel.plot(
-                            *zip(*points, strict=True), color=COLOURS[0] if chosen else "0.7", marker=".",
-                            linewidth=1.6 if chosen else 0.9, zorder=2 if chosen else 1,
-                        )  # fmt: skip
+                            *zip(*points, strict=True),
+                            color=COLOURS[0] if chosen else "0.7",
+                            marker=".",
+                            linewidth=1.6 if chosen else 0.9,
+                            zorder=2 if chosen else 1,
+                        )
                 panel.set_xlim(0)
                 panel.set_xlabel("seconds of training")
                 panel.set_title(title)
             axes[0].plot(
-                [], [], color=COLOURS[0], label=f"{method}: chosen fit, {100 * summary['test_accuracy']:.1f} %"
+                [],
+                [],
+                color=COLOURS[0],
+                label=f"{method}: chosen fit, {100 * summary['test_accuracy']:.1f} %",
             )
             axes[0].plot([], [], color="0.7", label="other fits")
             axes[0].legend(loc="lower right")

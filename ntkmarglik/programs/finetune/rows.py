@@ -13,11 +13,33 @@ from ntkmarglik.runs.folder import read_summary
 from ntkmarglik.runs.records import Row, as_text, grouped, values
 
 COLUMNS = (
-    "dataset", "classes", "checkpoint", "n_data", "method", "seed", "test_accuracy", "test_log_likelihood", "test_ece",
-    "train_log_likelihood", "seconds_total", "seconds_cpu", "n_fits", "rate", "variance_backbone", "variance_head",
-    "sigma", "kappa", "command",
-)  # fmt: skip
-SHOWN = {"test_accuracy": 1, "test_log_likelihood": 3, "test_ece": 3, "seconds_total": 1, "seconds_cpu": 1}
+    "dataset",
+    "classes",
+    "checkpoint",
+    "n_data",
+    "method",
+    "seed",
+    "test_accuracy",
+    "test_log_likelihood",
+    "test_ece",
+    "train_log_likelihood",
+    "seconds_total",
+    "seconds_cpu",
+    "n_fits",
+    "rate",
+    "variance_backbone",
+    "variance_head",
+    "sigma",
+    "kappa",
+    "command",
+)
+SHOWN = {
+    "test_accuracy": 1,
+    "test_log_likelihood": 3,
+    "test_ece": 3,
+    "seconds_total": 1,
+    "seconds_cpu": 1,
+}
 PROBLEM = ("dataset", "classes", "checkpoint", "n_data")
 
 
@@ -25,10 +47,16 @@ def run_row(folder: Path) -> Row:
     """The summary of one run, with the command that makes it."""
     summary = read_summary(folder)
     if summary is None:
-        raise NtkMarglikError(f"{folder} holds no finished run (summary.json); finish it with --resume.")
+        raise NtkMarglikError(
+            f"{folder} holds no finished run (summary.json); finish it with --resume."
+        )
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     default = FinetuneConfig().flat()
-    known = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in default and k not in FREE}
+    known = {
+        k: tuple(v) if isinstance(v, list) else v
+        for k, v in settings.items()
+        if k in default and k not in FREE
+    }
     checkpoint = Path(summary["checkpoint"])
     if checkpoint.is_absolute():  # where a folder was is not part of what it is
         known["checkpoint"] = f"checkpoints/{checkpoint.name}"
@@ -46,11 +74,26 @@ def run_row(folder: Path) -> Row:
 
 def table(rows: list[Row]) -> str:
     """Means over seeds with standard errors, in Markdown."""
-    headings = ("data", "method", "seeds", "test acc. %", "test log-lik.", "test ECE", "seconds", "CPU seconds", "fits")
+    headings = (
+        "data",
+        "method",
+        "seeds",
+        "test acc. %",
+        "test log-lik.",
+        "test ECE",
+        "seconds",
+        "CPU seconds",
+        "fits",
+    )
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for (dataset, classes, _, n_data, method), members in grouped(rows, *PROBLEM, "method").items():
         name = f"{dataset}-{n_data}" + (f", classes {classes}" if classes else "")
         percent = {"test_accuracy": 100}
-        cells = [as_text([percent.get(c, 1) * v for v in values(members, c)], d) for c, d in SHOWN.items()]
-        lines.append(f"| {name} | {method} | {len(members)} | {' | '.join(cells)} | {members[0]['n_fits']} |")
+        cells = [
+            as_text([percent.get(c, 1) * v for v in values(members, c)], d)
+            for c, d in SHOWN.items()
+        ]
+        lines.append(
+            f"| {name} | {method} | {len(members)} | {' | '.join(cells)} | {members[0]['n_fits']} |"
+        )
     return "\n".join(lines)

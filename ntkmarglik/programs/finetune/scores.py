@@ -16,24 +16,31 @@ TEMPERATURES = (1.0, 0.1, 0.01, 0.001, 0.0001)
 
 
 def evaluated(model: nn.Module, part: Part) -> dict[str, float]:
-    """Accuracy, its mean over classes, log-likelihood and calibration error at the weights as they are."""
+    """Accuracy, its mean over classes, log-likelihood and calibration error at the weights as they
+    are.
+    """
     with torch.no_grad(), evaluating(model):
         logits = torch.cat([model(x) for x, _ in part.batches()])
     return {**metrics(logits, part.y), "macro_accuracy": macro_accuracy(logits, part.y)}
 
 
 def macro_accuracy(logits: Tensor, y: Tensor) -> float:
-    """The mean over classes of the share of their examples that are recognised; each class counts the same."""
+    """The mean over classes of the share of their examples that are recognised; each class counts
+    the same.
+    """
     correct = (logits.argmax(1) == y).double()
     classes = y.unique()
     return torch.stack([correct[y == c].mean() for c in classes]).mean().item()
 
 
-def conditional(objective: Objective, train: Part, held_out: Part, *, draws: int, generator: torch.Generator) -> float:
-    """The conditional evidence of held-out data, per datum, from a diagonal Laplace approximation of the rest.
+def conditional(
+    objective: Objective, train: Part, held_out: Part, *, draws: int, generator: torch.Generator
+) -> float:
+    """The conditional evidence of held-out data, per datum, from a diagonal Laplace approximation
+    of the rest.
 
-    The draws are narrowed by the factor, among TEMPERATURES, with which they classify the held-out data best; of those
-    that do so equally well, by the one of the highest evidence.
+    The draws are narrowed by the factor, among TEMPERATURES, with which they classify the held-out
+    data best; of those that do so equally well, by the one of the highest evidence.
     """
     model = objective.model
     posterior = DiagonalLaplace(model, LIKELIHOOD, objective.prior, train.batches()).posterior()
@@ -42,7 +49,13 @@ def conditional(objective: Objective, train: Part, held_out: Part, *, draws: int
     for temperature in TEMPERATURES:
         own = torch.Generator(generator.device).manual_seed(seed)
         score = clml(
-            model, LIKELIHOOD, posterior, held_out.batches(), samples=draws, temperature=temperature, generator=own
+            model,
+            LIKELIHOOD,
+            posterior,
+            held_out.batches(),
+            samples=draws,
+            temperature=temperature,
+            generator=own,
         )
         accuracy = _accuracy(model, posterior, held_out, temperature, draws, own.manual_seed(seed))
         found.append((accuracy, score.total / score.n_data))
@@ -51,13 +64,20 @@ def conditional(objective: Objective, train: Part, held_out: Part, *, draws: int
 
 @torch.no_grad()
 def _accuracy(
-    model: nn.Module, posterior: FixedPosterior, part: Part, temperature: float, draws: int, generator: torch.Generator
+    model: nn.Module,
+    posterior: FixedPosterior,
+    part: Part,
+    temperature: float,
+    draws: int,
+    generator: torch.Generator,
 ) -> float:
     """Of predictions averaged over draws of the weights."""
     p: Tensor | float = 0.0
     with evaluating(model):
         for _ in range(draws):
             weights = posterior.sample(generator, temperature)
-            p = p + torch.cat([functional_call(model, weights, (x,)).softmax(1) for x, _ in part.batches()])
+            p = p + torch.cat(
+                [functional_call(model, weights, (x,)).softmax(1) for x, _ in part.batches()]
+            )
     assert isinstance(p, Tensor)
     return (p.argmax(1) == part.y).double().mean().item()

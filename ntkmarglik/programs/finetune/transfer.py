@@ -25,13 +25,24 @@ EVALUATIONS = 5  # of the test set in a fit, when their spacing is not given
 SPLIT_SEED = 7  # added to the seed: held-out data are drawn independently of the training set
 # settings that may differ between the start of a run and its continuation
 FREE = {
-    *("out", "data_root", "device", "threads", "checkpoint_seconds", "resume", "dry_run", "save_model"),
+    *(
+        "out",
+        "data_root",
+        "device",
+        "threads",
+        "checkpoint_seconds",
+        "resume",
+        "dry_run",
+        "save_model",
+    ),
     *("wandb", "tensorboard"),
 }
 
 
 class Transfer:
-    """All fits of a method; call `run`. The model's weights must be the pretrained ones, and end as the chosen ones."""
+    """All fits of a method; call `run`. The model's weights must be the pretrained ones, and end as
+    the chosen ones.
+    """
 
     def __init__(self, config: FinetuneConfig, model: Classifier, data: Data):
         self.config, self.model, self.data = config, model, data
@@ -39,9 +50,13 @@ class Transfer:
         self.n_fits = self.plan.n_fits(config.search)
         self.rest, self.held_out = data.train, data.train
         if self.plan.holds_out:
-            self.rest, self.held_out = data.halves(config.search.held_out, SPLIT_SEED + config.run.seed)
+            self.rest, self.held_out = data.halves(
+                config.search.held_out, SPLIT_SEED + config.run.seed
+            )
         self.initial = _copied(model)
-        self.chosen: dict[str, Any] = {}  # weights and description of the best fit so far, or of the last one
+        self.chosen: dict[
+            str, Any
+        ] = {}  # weights and description of the best fit so far, or of the last one
         self.done: list[Result] = []
         self.fit: Fit | None = None
         self.steps = 0
@@ -53,7 +68,9 @@ class Transfer:
         return len(self.done) == self.n_fits
 
     def run(self, folder: RunFolder, after_step: Callable[[], None] | None = None) -> None:
-        """Make all fits; an interrupt ends the run after the step it falls in, with a checkpoint."""
+        """Make all fits; an interrupt ends the run after the step it falls in, with a
+        checkpoint.
+        """
         saved = time.monotonic()
         with deferred_interrupts("step") as interrupted, torch.random.fork_rng():
             while not self.finished:
@@ -102,12 +119,21 @@ class Transfer:
         with self._timed():
             score = -math.inf if fit.diverged else self._score(fit)
             score = score if math.isfinite(score) else -math.inf
-            if self._last or (not self.plan.holds_out and score > max((r.score for r in self.done), default=-math.inf)):
-                self.chosen = {"model": _copied(self.model), "fit": len(self.done), **fit.objective.describe()}
+            if self._last or (
+                not self.plan.holds_out
+                and score > max((r.score for r in self.done), default=-math.inf)
+            ):
+                self.chosen = {
+                    "model": _copied(self.model),
+                    "fit": len(self.done),
+                    **fit.objective.describe(),
+                }
             self.done.append(Result(fit.candidate, score))
             self.fit = None
         if self.finished and (self.plan.holds_out and score == -math.inf):
-            raise NtkMarglikError(f"The last fit diverged, though with fewer data it did not: {fit.candidate}.")
+            raise NtkMarglikError(
+                f"The last fit diverged, though with fewer data it did not: {fit.candidate}."
+            )
         if self.finished:
             best(self.done)  # if none is any good, say so
 
@@ -119,16 +145,25 @@ class Transfer:
         if self.plan.scores == "held-out":
             return evaluated(self.model, self.held_out)["log_likelihood"]
         return conditional(
-            fit.objective, fit.part, self.held_out, draws=self.config.search.draws, generator=fit.objective.generator
+            fit.objective,
+            fit.part,
+            self.held_out,
+            draws=self.config.search.draws,
+            generator=fit.objective.generator,
         )
 
     def _line(self, fit: Fit) -> Metrics:
         test = {} if fit.diverged else evaluated(self.model, self.data.test)
         return {
-            "step": self.steps, "fit": len(self.done), "fit_step": fit.step, **vars(fit.candidate),
-            "loss": fit.mean_loss(), **fit.objective.describe(),
-            **{f"test_{name}": value for name, value in test.items()}, "seconds": self.seconds["total"],
-        }  # fmt: skip
+            "step": self.steps,
+            "fit": len(self.done),
+            "fit_step": fit.step,
+            **vars(fit.candidate),
+            "loss": fit.mean_loss(),
+            **fit.objective.describe(),
+            **{f"test_{name}": value for name, value in test.items()},
+            "seconds": self.seconds["total"],
+        }
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -140,16 +175,22 @@ class Transfer:
     def state(self) -> dict[str, Any]:
         """Everything that determines the rest of the run."""
         return {
-            "settings": self.config.flat(), "done": [{**vars(r.candidate), "score": r.score} for r in self.done],
-            "chosen": self.chosen, "fit": None if self.fit is None else self.fit.state(), "steps": self.steps,
+            "settings": self.config.flat(),
+            "done": [{**vars(r.candidate), "score": r.score} for r in self.done],
+            "chosen": self.chosen,
+            "fit": None if self.fit is None else self.fit.state(),
+            "steps": self.steps,
             "seconds": self.seconds,
-        }  # fmt: skip
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up a run where its checkpoint left it; nothing is changed if its settings are others."""
+        """Take up a run where its checkpoint left it; nothing is changed if its settings are
+        others.
+        """
         self.config.refuse_other(state["settings"], free=FREE)
         self.done = [
-            Result(Candidate(**{k: v for k, v in r.items() if k != "score"}), r["score"]) for r in state["done"]
+            Result(Candidate(**{k: v for k, v in r.items() if k != "score"}), r["score"])
+            for r in state["done"]
         ]
         self.chosen, self.steps, self.seconds = state["chosen"], state["steps"], state["seconds"]
         if state["fit"] is not None:

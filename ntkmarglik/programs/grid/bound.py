@@ -19,7 +19,9 @@ ANY_ROOT = "any"  # with all outputs in a block every root gives the same determ
 
 @dataclass(frozen=True)
 class Bound:
-    """One estimator of the evidence: STRUCTURE-S-K, and how data and outputs are dealt into its blocks."""
+    """One estimator of the evidence: STRUCTURE-S-K, and how data and outputs are dealt into its
+    blocks.
+    """
 
     structure: str
     subset: int
@@ -40,22 +42,32 @@ class Bound:
     def __str__(self) -> str:
         name = f"{self.structure}-{self.subset}-{'C' if self.outputs == 'all' else 1}"
         usual = {"shared", "random", ANY_ROOT}
-        return " ".join([name, *(v for v in (self.columns, self.partition, self.root) if v not in usual)])
+        return " ".join(
+            [name, *(v for v in (self.columns, self.partition, self.root) if v not in usual)]
+        )
 
     def blocks(self, data: Dataset, seed: int, most: int = 0) -> list[Block]:
         """All blocks of its partition, or `most` of them drawn at random.
 
-        Partitions of one seed fill their blocks in the same order, so that smaller blocks refine larger ones wherever
-        the sizes divide each other: there, the smaller ones give the looser bound for certain.
+        Partitions of one seed fill their blocks in the same order, so that smaller blocks refine
+        larger ones wherever the sizes divide each other: there, the smaller ones give the looser
+        bound for certain.
         """
         generator = torch.Generator().manual_seed(seed)
         n, c = data.n_data, data.n_classes
         if self.partition == "class":
             partition: Partition = ClassPartition(
-                data.y_train, c, self.subset, self.n_columns, columns=self.columns, generator=generator
+                data.y_train,
+                c,
+                self.subset,
+                self.n_columns,
+                columns=self.columns,
+                generator=generator,
             )
         else:
-            partition = Partition(n, c, self.subset, self.n_columns, columns=self.columns, generator=generator)
+            partition = Partition(
+                n, c, self.subset, self.n_columns, columns=self.columns, generator=generator
+            )
         if not most or most >= len(partition):
             return list(partition)
         chosen = torch.randperm(len(partition), generator=generator)[:most]
@@ -68,24 +80,35 @@ def exact_bound(n_data: int) -> Bound:
 
 
 def bounds_of(grid: Grid, n_data: int) -> list[Bound]:
-    """Every combination of the chosen settings once; those that cannot matter are set to their usual value."""
+    """Every combination of the chosen settings once; those that cannot matter are set to their
+    usual value.
+    """
     for name in ("structures", "subsets", "outputs", "columns", "partitions", "roots"):
         if not getattr(grid, name):
             raise NtkMarglikError(f"--{name} needs at least one value.")
     for subset in grid.subsets:
         if not 0 <= subset <= n_data:
             raise NtkMarglikError(
-                f"--subsets {subset}, but there are {n_data} training data; use 1 to {n_data}, or 0 for all."
+                f"--subsets {subset}, but there are {n_data} training data; use 1 to {n_data}, or "
+                f"0 for all."
             )
     exact = exact_bound(n_data)
     found = [exact] if grid.exact else []
-    for structure, subset, outputs in itertools.product(grid.structures, grid.subsets, grid.outputs):
+    for structure, subset, outputs in itertools.product(
+        grid.structures, grid.subsets, grid.outputs
+    ):
         size, single = subset or n_data, outputs == "single"
-        for columns, partition, root in itertools.product(grid.columns, grid.partitions, grid.roots):
+        for columns, partition, root in itertools.product(
+            grid.columns, grid.partitions, grid.roots
+        ):
             bound = Bound(
-                structure, size, outputs, columns if single else "shared",
-                partition if size < n_data else "random", root if single else ANY_ROOT,
-            )  # fmt: skip
+                structure,
+                size,
+                outputs,
+                columns if single else "shared",
+                partition if size < n_data else "random",
+                root if single else ANY_ROOT,
+            )
             whole = structure in ("ntk", "full") and size == n_data and not single
             found.append(exact if whole else bound)
     return list(dict.fromkeys(found))

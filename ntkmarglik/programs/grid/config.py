@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ntkmarglik.programs.classify.config import Config, Estimator, Hyperparameters, Method, Problem, Run, Training
+from ntkmarglik.programs.classify.config import (
+    Config,
+    Estimator,
+    Hyperparameters,
+    Method,
+    Problem,
+    Run,
+    Training,
+)
 from ntkmarglik.settings import Settings, parse_as
 
 Structure = Literal["ntk", "blockdiag", "kfac", "diag", "full"]
@@ -22,7 +30,9 @@ class Grid:
     """Which bounds are evaluated where: every combination of the choices below."""
 
     hyperparameter: Literal["prior", "rotation"] = "prior"
-    """What varies: prior precision (1e-4 to 1e4, evenly in its logarithm) or rotation range (0 to pi, evenly)."""
+    """What varies: prior precision (1e-4 to 1e4, evenly in its logarithm) or rotation range (0 to
+    pi, evenly).
+    """
     points: int = 100
     """Values on the grid."""
     structures: tuple[Structure, ...] = ("ntk", "blockdiag", "kfac", "diag")
@@ -35,12 +45,21 @@ class Grid:
     """For single outputs: whether the data points of a block share theirs or each has its own."""
     partitions: tuple[Literal["random", "class"], ...] = ("random", "class")
     """How data are dealt into blocks."""
-    roots: tuple[Literal["paper", "fisher", "symmetric", "eigen"], ...] = ("paper", "fisher", "symmetric", "eigen")
-    """For single outputs: root of the likelihood's curvature (with all outputs every root gives the same number)."""
+    roots: tuple[Literal["paper", "fisher", "symmetric", "eigen"], ...] = (
+        "paper",
+        "fisher",
+        "symmetric",
+        "eigen",
+    )
+    """For single outputs: root of the likelihood's curvature (with all outputs every root gives the
+    same number).
+    """
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
     blocks: int = 0
-    """Blocks evaluated of each partition, drawn at random; 0 = all of them, then the mean is the bound itself."""
+    """Blocks evaluated of each partition, drawn at random; 0 = all of them, then the mean is the
+    bound itself.
+    """
     exact: bool = True
     """Also evaluate the exact value (all data and outputs in one block), if it fits in memory."""
 
@@ -50,7 +69,9 @@ class Reference:
     """The network at which bounds are evaluated."""
 
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Take the network of this run folder instead of training one; the settings of its training then do not apply."""
+    """Take the network of this run folder instead of training one; the settings of its training
+    then do not apply.
+    """
     train_method: Method = "ntk"
     """Method by which its hyperparameters are learned."""
     train_subset: int = 0
@@ -80,7 +101,9 @@ class Place:
     threads: int = 1
     """CPU threads."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder of the trained network and of grid.csv; by default runs/ and a name made of the settings."""
+    """Folder of the trained network and of grid.csv; by default runs/ and a name made of the
+    settings.
+    """
     memory_budget: float = 0.0
     """Gigabytes the evidence may use; 0 = half of what is free."""
     dry_run: bool = False
@@ -98,9 +121,13 @@ class GridConfig(Settings):
 
     grid: Grid = field(default_factory=Grid)
     reference: Reference = field(default_factory=Reference)
-    problem: Problem = field(default_factory=lambda: Problem(dataset="mnist", n_data=1000, model="mininet"))
+    problem: Problem = field(
+        default_factory=lambda: Problem(dataset="mnist", n_data=1000, model="mininet")
+    )
     training: Training = field(
-        default_factory=lambda: Training(batch_size=250, lr=1e-3, lr_min=1e-4, prior_steps=10, aug_steps=2)
+        default_factory=lambda: Training(
+            batch_size=250, lr=1e-3, lr_min=1e-4, prior_steps=10, aug_steps=2
+        )
     )
     place: Place = field(default_factory=Place)
 
@@ -110,7 +137,8 @@ class GridConfig(Settings):
         if self.place.out is not None:
             return Path(self.place.out)
         problem = self.problem
-        name = f"bound-grid-{self.grid.hyperparameter}-{problem.dataset}-{problem.n_data or 'all'}-{problem.model}"
+        data = f"{problem.dataset}-{problem.n_data or 'all'}"
+        name = f"bound-grid-{self.grid.hyperparameter}-{data}-{problem.model}"
         return Path("runs") / f"{name}-seed{self.place.seed}"
 
     def run_config(self) -> Config:
@@ -120,15 +148,25 @@ class GridConfig(Settings):
             Estimator(reference.train_method, reference.train_subset, reference.train_outputs),
             self.problem,
             Hyperparameters(
-                "scalar", reference.prior_precision, "affine" if self.grid.hyperparameter == "rotation" else "none",
-                reference.aug_samples, reference.aug_init,
+                "scalar",
+                reference.prior_precision,
+                "affine" if self.grid.hyperparameter == "rotation" else "none",
+                reference.aug_samples,
+                reference.aug_init,
             ),
             self.training,
             Run(
-                place.seed, place.device, place.precision, place.threads, self.folder / "reference", resume=True,
-                baseline=False, eval_every=self.training.epochs, memory_budget=place.memory_budget,
+                place.seed,
+                place.device,
+                place.precision,
+                place.threads,
+                self.folder / "reference",
+                resume=True,
+                baseline=False,
+                eval_every=self.training.epochs,
+                memory_budget=place.memory_budget,
             ),
-        )  # fmt: skip
+        )
 
 
 def parse(arguments: Sequence[str] | None = None) -> GridConfig:

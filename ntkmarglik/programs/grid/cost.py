@@ -13,7 +13,11 @@ from ntkmarglik.programs.grid.config import GridConfig
 from ntkmarglik.programs.grid.evaluate import Evaluator, Reference, values_of
 from ntkmarglik.programs.grid.kernel import STRUCTURES
 
-FEW, MORE = 16, 48  # data points of two timings, which tell what grows with the data from what does not
+# data points of two timings, which tell what grows with the data from what does not
+FEW, MORE = (
+    16,
+    48,
+)
 VALUE = 6e-5  # seconds for a block at one value of a prior grid, once its spectrum is known
 BLOCK = 5e-4  # and for any block that is cut out of the kernel of all rows
 MIXING = 60  # copies of a kernel take as long as the product with the roots on both sides
@@ -21,7 +25,9 @@ MIXING = 60  # copies of a kernel take as long as the product with the roots on 
 
 def sizes_of(reference: Reference, bound: Bound) -> Sizes:
     """The numbers that decide what a block of the bound costs."""
-    modules = [sum(p.numel() for p in m.parameters(recurse=False)) for m in reference.model.modules()]
+    modules = [
+        sum(p.numel() for p in m.parameters(recurse=False)) for m in reference.model.modules()
+    ]
     return Sizes(
         structure=bound.structure,
         modules=tuple(size for size in modules if size),
@@ -31,16 +37,22 @@ def sizes_of(reference: Reference, bound: Bound) -> Sizes:
 
 
 def shares_kernel(reference: Reference, bounds: list[Bound]) -> bool:
-    """Whether the exact value is asked for and comes from the kernel of all rows, which then serves other bounds."""
+    """Whether the exact value is asked for and comes from the kernel of all rows, which then serves
+    other bounds.
+    """
     exact = exact_bound(reference.data.n_data)
     sizes = sizes_of(reference, exact)
     return exact in bounds and sizes.rows <= sizes.n_parameters
 
 
 def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) -> list[float]:
-    """Estimated time of each bound on the whole grid; that of a shared kernel is counted with the exact value."""
+    """Estimated time of each bound on the whole grid; that of a shared kernel is counted with the
+    exact value.
+    """
     prior, c = config.grid.hyperparameter == "prior", reference.data.n_classes
-    speed = Speed.measured(reference.data.x_train, torch.linalg.eigvalsh if prior else torch.linalg.cholesky)
+    speed = Speed.measured(
+        reference.data.x_train, torch.linalg.eigvalsh if prior else torch.linalg.cholesky
+    )
     share = shares_kernel(reference, bounds)
     passes: dict[tuple, tuple[float, float]] = {}  # per block and per datum
     found = []
@@ -49,11 +61,16 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
         shared = share and bound.structure in STRUCTURES
         blocks = bound.blocks(reference.data, config.place.seed, config.grid.blocks)
         cut, mixing = shared and bound != bounds[0], 0.0  # out of the kernel of all rows
-        block = speed.decompose * sizes.rows**3 if cut else speed.algebra(sizes.structure, sizes.rows, sizes.modules)
+        block = (
+            speed.decompose * sizes.rows**3
+            if cut
+            else speed.algebra(sizes.structure, sizes.rows, sizes.modules)
+        )
         if shared:
             block += BLOCK + VALUE * config.grid.points * prior
             if bound.root != "paper":
-                data = {tuple(b.index.tolist()) for b in blocks}  # whose outputs are mixed once for all blocks
+                # whose outputs are mixed once for all blocks
+                data = {tuple(b.index.tolist()) for b in blocks}
                 mixing = len(data) * MIXING * speed.copy * (bound.subset * c) ** 2
         if not cut:
             kind = (bound.structure, bound.outputs, bound.root == "paper")
@@ -65,11 +82,17 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
 
 
 def _pass_seconds(reference: Reference, bound: Bound, config: GridConfig) -> tuple[float, float]:
-    """Time of a block that does not depend on its size, and time for each datum; all values of a prior grid."""
+    """Time of a block that does not depend on its size, and time for each datum; all values of a
+    prior grid.
+    """
     values = values_of(config.grid)
     evaluator = Evaluator(reference, config.updated(blocks=1), share=False)
     few, more = (min(n, reference.data.n_data) for n in (FEW, MORE))
     chosen = values if config.grid.hyperparameter == "prior" else values[-1:]
-    first, second = (seconds(lambda n=n: evaluator(replace(bound, subset=n), chosen)) for n in (few, more))  # type: ignore[misc]
+
+    def of(n: int) -> float:
+        return seconds(lambda: evaluator(replace(bound, subset=n), chosen))
+
+    first, second = of(few), of(more)
     slope = max(0.0, second - first) / max(1, more - few)
     return max(0.0, first - few * slope), slope

@@ -26,7 +26,11 @@ def values_of(grid: Grid) -> list[float]:
     """The hyperparameter's values."""
     if grid.points < 1:
         raise NtkMarglikError(f"--points must be at least 1, but is {grid.points}.")
-    found = np.logspace(-4, 4, grid.points) if grid.hyperparameter == "prior" else np.linspace(0, math.pi, grid.points)
+    found = (
+        np.logspace(-4, 4, grid.points)
+        if grid.hyperparameter == "prior"
+        else np.linspace(0, math.pi, grid.points)
+    )
     return [float(value) for value in found]
 
 
@@ -39,25 +43,41 @@ class Reference:
     prior: GaussianPrior
     augment: PairedCopies | None
 
-    def marginal_likelihood(self, bound: Bound, kfac: Literal["expand", "reduce"]) -> SpectralMarginalLikelihood:
+    def marginal_likelihood(
+        self, bound: Bound, kfac: Literal["expand", "reduce"]
+    ) -> SpectralMarginalLikelihood:
         return SpectralMarginalLikelihood(
-            self.model, "classification", n_data=self.data.n_data, prior=self.prior, structure=bound.structure,
-            outputs=bound.n_columns, columns=cast(Literal["shared", "iid"], bound.columns), root=bound.ml_root,
-            augment=self.augment, kfac=kfac, generator=torch.Generator().manual_seed(0),
-        )  # fmt: skip
+            self.model,
+            "classification",
+            n_data=self.data.n_data,
+            prior=self.prior,
+            structure=bound.structure,
+            outputs=bound.n_columns,
+            columns=cast(Literal["shared", "iid"], bound.columns),
+            root=bound.ml_root,
+            augment=self.augment,
+            kfac=kfac,
+            generator=torch.Generator().manual_seed(0),
+        )
 
 
 def reference_of(problem: Problem, config: GridConfig) -> Reference:
-    """A trained problem made ready for the grid: number format, scalar prior or paired augmentation."""
+    """A trained problem made ready for the grid: number format, scalar prior or paired
+    augmentation.
+    """
     dtype = getattr(torch, config.place.grid_precision)
     data, old = problem.data, problem.augment
-    data = Dataset(data.name, data.x_train.to(dtype), data.y_train, data.x_test, data.y_test, data.n_classes)
+    data = Dataset(
+        data.name, data.x_train.to(dtype), data.y_train, data.x_test, data.y_test, data.n_classes
+    )
     model = copy.deepcopy(problem.model).to(dtype).eval()
     augment = None
     turning = config.grid.hyperparameter == "rotation"
     if old is not None or turning:
         if isinstance(old, AffineAugmentation) and old.flip:
-            raise NtkMarglikError("The network was trained with --flip, which a grid cannot repeat; use one without.")
+            raise NtkMarglikError(
+                "The network was trained with --flip, which a grid cannot repeat; use one without."
+            )
         eta = old.eta.detach() if isinstance(old, AffineAugmentation) else data.x_train.new_zeros(6)
         seed = config.place.seed
         augment = PairedCopies(config.reference.aug_samples, data.n_data, seed, eta.to(dtype))
@@ -69,7 +89,9 @@ def reference_of(problem: Problem, config: GridConfig) -> Reference:
 
 
 class Evaluator:
-    """Values of bounds at a network; `share` has one kernel of all rows serve every bound made of its blocks."""
+    """Values of bounds at a network; `share` has one kernel of all rows serve every bound made of
+    its blocks.
+    """
 
     def __init__(self, reference: Reference, config: GridConfig, *, share: bool):
         self.reference, self.config, self.share = reference, config, share
@@ -87,7 +109,10 @@ class Evaluator:
                     if shared
                     else [ml.spectrum(*self._data(block)) for block in blocks]
                 )
-                return [Evidence.mean([spectrum.evidence(value) for spectrum in found]) for value in values]
+                return [
+                    Evidence.mean([spectrum.evidence(value) for spectrum in found])
+                    for value in values
+                ]
             return [
                 Evidence.mean(
                     self._kernel_at(value).evidences(bound, blocks)
@@ -124,5 +149,8 @@ class Evaluator:
             ml = self.reference.marginal_likelihood(whole, self.config.grid.kfac)
             if self.reference.augment is not None:
                 self.reference.augment.index = torch.arange(self.reference.data.n_data)
-            self._kernel = value, Kernel.of(ml, self.reference.data.x_train, self.reference.data.y_train)
+            self._kernel = (
+                value,
+                Kernel.of(ml, self.reference.data.x_train, self.reference.data.y_train),
+            )
         return self._kernel[1]

@@ -1,6 +1,7 @@
 """The kernel of all rows, computed once: every bound by the kernel is made of its diagonal blocks.
 
-log|A| <= sum_m log|A_m|,   A = I + U^T K U,   K = J P0^-1 J^T [N C, N C],   U [C, columns] a root for each datum
+log|A| <= sum_m log|A_m|,   A = I + U^T K U,   K = J P0^-1 J^T [N C, N C],   U [C, columns] a root
+for each datum
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ STRUCTURES = ("ntk", "full")  # whose values are functions of the kernel
 
 @dataclass(frozen=True)
 class Kernel:
-    """K of all N data and C outputs at one value of the hyperparameters, with the outputs f [N, C] there."""
+    """K of all N data and C outputs at one value of the hyperparameters, with the outputs f [N, C]
+    there.
+    """
 
     ml: SpectralMarginalLikelihood
     y: Tensor
@@ -30,15 +33,21 @@ class Kernel:
 
     @classmethod
     def of(cls, ml: SpectralMarginalLikelihood, x: Tensor, y: Tensor) -> Kernel:
-        """One pass over all data with the prior as it is now; `ml` has the structure ntk and all outputs."""
+        """One pass over all data with the prior as it is now; `ml` has the structure ntk and all
+        outputs.
+        """
         f, gram = ml.gram(x, y)
         return cls(ml, y, f, gram)
 
     def spectra(self, bound: Bound, blocks: list[Block]) -> list[Spectrum]:
-        """The blocks as functions of the prior precision, of which K must have been computed with 1."""
+        """The blocks as functions of the prior precision, of which K must have been computed with
+        1.
+        """
         square = self.ml.prior.scatter(self.ml.prior.squares(self.ml.weights)).detach()
         return [
-            Spectrum(values, self._log_likelihood(block), square, block.n_blocks, _status(bound, block))
+            Spectrum(
+                values, self._log_likelihood(block), square, block.n_blocks, _status(bound, block)
+            )
             for group, grams in self._grams(bound, blocks)
             for block, values in zip(group, eigenvalues(grams).clamp_min(0), strict=True)
         ]
@@ -48,7 +57,11 @@ class Kernel:
         scatter = self.ml.prior.scatter(self.ml.prior.squares(self.ml.weights)).detach()
         return [
             Evidence(
-                self._log_likelihood(block), scatter, block.n_blocks * log_det, block.n_blocks, _status(bound, block)
+                self._log_likelihood(block),
+                scatter,
+                block.n_blocks * log_det,
+                block.n_blocks,
+                _status(bound, block),
             )
             for group, grams in self._grams(bound, blocks)
             for block, log_det in zip(group, log_det_identity_plus(grams), strict=True)
@@ -56,14 +69,17 @@ class Kernel:
 
     def _log_likelihood(self, block: Block) -> Tensor:
         return (
-            block.n_data_blocks * self.ml.likelihood.log_prob(self.f[block.index].double(), self.y[block.index]).sum()
+            block.n_data_blocks
+            * self.ml.likelihood.log_prob(self.f[block.index].double(), self.y[block.index]).sum()
         )
 
     @torch.no_grad()
     def _grams(self, bound: Bound, blocks: list[Block]) -> Iterator[tuple[list[Block], Tensor]]:
-        """U^T K U of the rows of every block [blocks, rows, rows], blocks of the same data together.
+        """U^T K U of the rows of every block [blocks, rows, rows], blocks of the same data
+        together.
 
-        The order of rows does not matter: data are taken in theirs, in which the whole kernel needs no copy.
+        The order of rows does not matter: data are taken in theirs, in which the whole kernel needs
+        no copy.
         """
         groups: dict[tuple[int, ...], list[Block]] = {}
         for block in blocks:
@@ -79,7 +95,9 @@ class Kernel:
         if bound.root == "paper":
             rows = (index[:, None] * n_outputs + columns).flatten(1)
             mixings = [likelihood.block_root(f, y, own) for own in columns]
-            return torch.stack([mixed_gram(self._cut(r), m) for r, m in zip(rows, mixings, strict=True)])
+            return torch.stack(
+                [mixed_gram(self._cut(r), m) for r, m in zip(rows, mixings, strict=True)]
+            )
         outputs = torch.arange(n_outputs)
         gram = self._cut((index[:, None] * n_outputs + outputs).flatten())
         if bound.outputs == "all":

@@ -46,9 +46,13 @@ def run(config: GridConfig) -> Path | None:
     state = _checkpoint(config) if config.reference.checkpoint is not None else None
     settings = config.problem
     data = load(
-        settings.dataset, settings.data_root, n_data=settings.n_data, seed=config.place.seed,
-        device=machine.device_of(run_config), dtype=machine.dtype_of(run_config),
-    )  # fmt: skip
+        settings.dataset,
+        settings.data_root,
+        n_data=settings.n_data,
+        seed=config.place.seed,
+        device=machine.device_of(run_config),
+        dtype=machine.dtype_of(run_config),
+    )
     bounds = bounds_of(config.grid, data.n_data)
     with machine.threads(config.place.threads or 1):
         if config.place.dry_run:
@@ -73,7 +77,8 @@ def run(config: GridConfig) -> Path | None:
 def is_complete(config: GridConfig) -> bool:
     """Whether the csv has every chosen bound; a csv of other results is an error.
 
-    False if only the program can tell: the network is that of a checkpoint, or the exact value did not fit in memory.
+    False if only the program can tell: the network is that of a checkpoint, or the exact value did
+    not fit in memory.
     """
     path = config.folder / CSV
     if config.reference.checkpoint is not None or not path.exists():
@@ -81,22 +86,39 @@ def is_complete(config: GridConfig) -> bool:
     table, values = Table.open(path, _command(config.run_config()), config), values_of(config.grid)
     if not table.rows:
         return False
-    return not any(table.missing(bound, values) for bound in bounds_of(config.grid, int(table.rows[0]["n_data"])))
+    return not any(
+        table.missing(bound, values)
+        for bound in bounds_of(config.grid, int(table.rows[0]["n_data"]))
+    )
 
 
-def _fill(table: Table, evaluator: Evaluator, bounds: list[Bound], values: list[float], config: GridConfig) -> None:
+def _fill(
+    table: Table, evaluator: Evaluator, bounds: list[Bound], values: list[float], config: GridConfig
+) -> None:
     """Evaluate what is missing, and save it as soon as it is known."""
     name, data = config.grid.hyperparameter, evaluator.reference.data
-    # all values of a prior grid come from the same passes; of another grid, all bounds at a value share a kernel
-    units = [(b, values) for b in bounds] if name == "prior" else [(b, [v]) for v in values for b in bounds]
-    with tqdm(total=len(bounds) * len(values), unit="value", disable=not sys.stderr.isatty()) as bar:
+    # all values of a prior grid come from the same passes; of another grid, all bounds at a value
+    # share a kernel
+    units = (
+        [(b, values) for b in bounds]
+        if name == "prior"
+        else [(b, [v]) for v in values for b in bounds]
+    )
+    with tqdm(
+        total=len(bounds) * len(values), unit="value", disable=not sys.stderr.isatty()
+    ) as bar:
         for bound, own in units:
             bar.set_description(str(bound))
             missing = table.missing(bound, own)
             if missing:
                 used = len(bound.blocks(data, config.place.seed, config.grid.blocks))
                 found = evaluator(bound, missing)
-                table.add([row(name, v, bound, e, data.n_data, used) for v, e in zip(missing, found, strict=True)])
+                table.add(
+                    [
+                        row(name, v, bound, e, data.n_data, used)
+                        for v, e in zip(missing, found, strict=True)
+                    ]
+                )
             bar.update(len(own))
 
 
@@ -119,18 +141,22 @@ def _checkpoint(config: GridConfig) -> dict:
     assert given is not None
     path = given / "checkpoint.pt" if given.is_dir() else given
     if not path.exists():
-        raise NtkMarglikError(f"--checkpoint {given}: there is no {path}; give the folder of a finished run.")
+        raise NtkMarglikError(
+            f"--checkpoint {given}: there is no {path}; give the folder of a finished run."
+        )
     state = checkpoint.load(path)
     settings = state["settings"]
     if state["epoch"] < settings["epochs"]:
         raise NtkMarglikError(
-            f"The run in {given} stopped after epoch {state['epoch']} of {settings['epochs']}; finish it with --resume."
+            f"The run in {given} stopped after epoch {state['epoch']} of {settings['epochs']}; "
+            f"finish it with --resume."
         )
     for name in ("dataset", "n_data", "model", "depth", "width", "seed", "precision"):
         if settings[name] != config.flat()[name]:
             flag = name.replace("_", "-")
             raise NtkMarglikError(
-                f"The network of {given} has {flag} {settings[name]}, but {config.flat()[name]} is asked for; add "
+                f"The network of {given} has {flag} {settings[name]}, but {config.flat()[name]} is "
+                f"asked for; add "
                 f"--{flag} {settings[name]}."
             )
     return state
@@ -139,34 +165,55 @@ def _checkpoint(config: GridConfig) -> dict:
 def _command(config: Config) -> str:
     """The command that trains the network."""
     defaults = Config().flat()
-    return Config().updated(**{**config.flat(), **{name: defaults[name] for name in MACHINE}}).command()
+    return (
+        Config()
+        .updated(**{**config.flat(), **{name: defaults[name] for name in MACHINE}})
+        .command()
+    )
 
 
 def _fitting(reference: Reference, bounds: list[Bound], config: GridConfig) -> list[Bound]:
-    """The bounds, without the exact value if its matrices do not fit in memory; others have to fit."""
+    """The bounds, without the exact value if its matrices do not fit in memory; others have to
+    fit.
+    """
     budget, exact = preflight.memory_budget(config.run_config()), exact_bound(reference.data.n_data)
     found = []
     for bound in bounds:
-        needed = reference.marginal_likelihood(bound, config.grid.kfac).memory(reference.data.x_train[:1], bound.subset)
+        needed = reference.marginal_likelihood(bound, config.grid.kfac).memory(
+            reference.data.x_train[:1], bound.subset
+        )
         if needed <= budget:
             found.append(bound)
             continue
-        why = f"{bound} needs about {needed / 1e9:.2g} GB, and {budget / 1e9:.2g} GB may be used (--memory-budget)"
+        why = (
+            f"{bound} needs about {needed / 1e9:.2g} GB, and {budget / 1e9:.2g} GB may be used "
+            "(--memory-budget)"
+        )
         if bound != exact:
             raise NtkMarglikError(f"{why}; leave S = {bound.subset} out of --subsets.")
         print(f"the exact value is left out: {why}", file=sys.stderr)
     return found
 
 
-def _estimate(config: GridConfig, problem: Problem, bounds: list[Bound], *, train_too: bool) -> None:
+def _estimate(
+    config: GridConfig, problem: Problem, bounds: list[Bound], *, train_too: bool
+) -> None:
     """Print what would be done and how long it would take."""
     print(
-        yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items()}, sort_keys=False)
+        yaml.safe_dump(
+            {k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items()},
+            sort_keys=False,
+        )
     )
     if train_too:
         run_config = problem.config
         method = METHODS[run_config.estimator.method](problem)
-        print("network:\n" + preflight.report(run_config, preflight.check_sizes(run_config, problem), problem, method))
+        print(
+            "network:\n"
+            + preflight.report(
+                run_config, preflight.check_sizes(run_config, problem), problem, method
+            )
+        )
     reference = reference_of(problem, config)
     bounds = _fitting(reference, bounds, config)
     seconds = seconds_of(reference, bounds, config)

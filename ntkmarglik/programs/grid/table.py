@@ -17,12 +17,22 @@ from ntkmarglik.runs import checkpoint
 
 BOUND = tuple(f.name for f in fields(Bound))
 COLUMNS = (
-    "hyperparameter", "value", *BOUND, "status", "n_data", "n_blocks", "blocks_used", "log_marglik", "standard_error",
-    "log_likelihood", "scatter", "log_det_ratio",
-)  # fmt: skip
+    "hyperparameter",
+    "value",
+    *BOUND,
+    "status",
+    "n_data",
+    "n_blocks",
+    "blocks_used",
+    "log_marglik",
+    "standard_error",
+    "log_likelihood",
+    "scatter",
+    "log_det_ratio",
+)
 NETWORK, BOUNDS = "# network: ", "# bounds: "
-# settings that choose rows (each says how many blocks it used) or places; all others change values, and rows with
-# different ones must not be mixed in a file
+# settings that choose rows (each says how many blocks it used) or places; all others change values,
+# and rows with different ones must not be mixed in a file
 FREE = {
     *(
         "structures",
@@ -51,19 +61,28 @@ class Table:
 
     @classmethod
     def open(cls, path: Path, network: str, config: GridConfig) -> Table:
-        """The rows that are there already, if they are of the same network and settings; else an error."""
+        """The rows that are there already, if they are of the same network and settings; else an
+        error.
+        """
         bounds = BOUNDS + portable(config).command()
         if not path.exists():
             return cls(path, [NETWORK + network, bounds], [])
         commands, rows = read(path)
-        other = f"{path} holds other results; choose another folder with --out, or delete that file to replace them."
+        other = (
+            f"{path} holds other results; choose another folder with --out, or delete that file "
+            "to replace them."
+        )
         if not commands or commands[0] != NETWORK + network:
-            raise NtkMarglikError(f"{other} Their network: {commands[0] if commands else 'not named'}")
+            raise NtkMarglikError(
+                f"{other} Their network: {commands[0] if commands else 'not named'}"
+            )
         for command in commands[1:]:
             stored = parse(shlex.split(command.removeprefix(BOUNDS))[2:]).flat()
             for name, value in config.flat().items():
                 if name not in FREE and stored[name] != value:
-                    raise NtkMarglikError(f"{other} There --{name.replace('_', '-')} is {stored[name]}, here {value}.")
+                    raise NtkMarglikError(
+                        f"{other} There --{name.replace('_', '-')} is {stored[name]}, here {value}."
+                    )
         return cls(path, [*commands, *([] if bounds in commands else [bounds])], rows)
 
     def missing(self, bound: Bound, values: Iterable[float]) -> list[float]:
@@ -84,23 +103,31 @@ class Table:
             checkpoint.replace(self.path, content.encode())
         except OSError as error:
             raise NtkMarglikError(
-                f"{self.path} cannot be written ({error.strerror}); make room or choose another folder with --out. The "
+                f"{self.path} cannot be written ({error.strerror}); make room or choose another "
+                f"folder with --out. The "
                 "same command continues from what is there."
             ) from error
 
 
-def row(hyperparameter: str, value: float, bound: Bound, evidence: Evidence, n_data: int, used: int) -> Row:
+def row(
+    hyperparameter: str, value: float, bound: Bound, evidence: Evidence, n_data: int, used: int
+) -> Row:
     """One line of the file; evidences are of all data, in nats."""
     error = evidence.standard_error
     return {
-        "hyperparameter": hyperparameter, "value": written(value),
+        "hyperparameter": hyperparameter,
+        "value": written(value),
         **{name: str(setting) for name, setting in asdict(bound).items()},
-        "status": evidence.status, "n_data": str(n_data), "n_blocks": f"{evidence.n_blocks:g}",
-        "blocks_used": str(used), "log_marglik": written(evidence.total.item()),
+        "status": evidence.status,
+        "n_data": str(n_data),
+        "n_blocks": f"{evidence.n_blocks:g}",
+        "blocks_used": str(used),
+        "log_marglik": written(evidence.total.item()),
         "standard_error": "" if error is None else written(error),
-        "log_likelihood": written(evidence.log_likelihood.item()), "scatter": written(evidence.scatter.item()),
+        "log_likelihood": written(evidence.log_likelihood.item()),
+        "scatter": written(evidence.scatter.item()),
         "log_det_ratio": written(evidence.log_det_ratio.item()),
-    }  # fmt: skip
+    }
 
 
 def read(path: Path) -> tuple[list[str], list[Row]]:
@@ -108,11 +135,15 @@ def read(path: Path) -> tuple[list[str], list[Row]]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise NtkMarglikError(f"{path} cannot be read ({error.strerror}); bound_grid.py makes such files.") from error
+        raise NtkMarglikError(
+            f"{path} cannot be read ({error.strerror}); bound_grid.py makes such files."
+        ) from error
     commands = [line for line in lines if line.startswith("#")]
     found = csv.DictReader(line for line in lines if not line.startswith("#"))
     if tuple(found.fieldnames or ()) != COLUMNS:
-        raise NtkMarglikError(f"{path} is not a file of bound_grid.py: its columns are {found.fieldnames}.")
+        raise NtkMarglikError(
+            f"{path} is not a file of bound_grid.py: its columns are {found.fieldnames}."
+        )
     return commands, list(found)
 
 
@@ -126,6 +157,10 @@ def portable(config: GridConfig) -> GridConfig:
     given = config.reference.checkpoint
     defaults = GridConfig()
     return config.updated(
-        data_root=defaults.problem.data_root, out=None, memory_budget=0.0, threads=1, dry_run=False,
+        data_root=defaults.problem.data_root,
+        out=None,
+        memory_budget=0.0,
+        threads=1,
+        dry_run=False,
         checkpoint=None if given is None else Path(given.name),
-    )  # fmt: skip
+    )

@@ -1,1 +1,3 @@
-"""Files of commands as jobs, on this machine or a SLURM cluster, through submitit; see `scripts/launch.py`."""
+"""Files of commands as jobs, on this machine or a SLURM cluster, through submitit; see
+`scripts/launch.py`.
+"""

@@ -1,4 +1,6 @@
-"""The state of a sweep on the screen: a table that redraws itself on a terminal, else one line per change."""
+"""The state of a sweep on the screen: a table that redraws itself on a terminal, else one line per
+change.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,34 @@ def heading(sweep: Sweep) -> str:
 
 
 def table(sweep: Sweep) -> Table:
-    """Running lines with their latest numbers, then failed ones, then those that were tried before."""
+    """Running lines with their latest numbers, then failed ones, then those that were tried
+    before.
+    """
     shown = [entry for entry in sweep.entries if entry.status == "running"]
     shown += [entry for entry in sweep.entries if entry.status == "failed"]
-    shown += [entry for entry in sweep.entries if entry.status == "queued" and (entry.ticket or entry.failures)]
+    shown += [
+        entry
+        for entry in sweep.entries
+        if entry.status == "queued" and (entry.ticket or entry.failures)
+    ]
     found = Table(title=heading(sweep), title_justify="left", expand=True)
-    for name, ratio in (("line", None), ("folder", 2), ("state", None), ("job", None), ("latest", 3)):
+    for name, ratio in (
+        ("line", None),
+        ("folder", 2),
+        ("state", None),
+        ("job", None),
+        ("latest", 3),
+    ):
         found.add_column(name, ratio=ratio, overflow="fold", no_wrap=ratio is None)
     for entry in shown[:ROWS]:
-        state = entry.status + (f", try {entry.failures + 1}" if entry.failures and entry.status != "failed" else "")
+        state = entry.status + (
+            f", try {entry.failures + 1}" if entry.failures and entry.status != "failed" else ""
+        )
         latest = entry.task.progress() if entry.status == "running" else entry.note
         job = entry.ticket.id if entry.ticket else ""
-        found.add_row(str(entry.task.number), Text(str(entry.task.folder)), state, job, Text(latest))
+        found.add_row(
+            str(entry.task.number), Text(str(entry.task.folder)), state, job, Text(latest)
+        )
     if len(shown) > ROWS:
         found.caption = f"and {len(shown) - ROWS} more"
     return found
@@ -43,14 +61,18 @@ class Board:
 
     def __init__(self, sweep: Sweep, console: Console | None = None):
         self.sweep, self.console = sweep, console or Console()
-        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        self._live = (
+            Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        )
 
     def __enter__(self) -> Board:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -23,8 +23,11 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.launch.job import Job
 
 FOREVER = 60 * 24 * 365  # minutes; without a limit submitit ends a local job after two
-REQUEUES = 1000  # times SLURM may put a job back that met its time limit: each one continues where the last stopped
-REFRESH = 60.0  # seconds between questions to SLURM, whose answers submitit else keeps for ten minutes
+# times SLURM may put a job back that met its time limit: each one continues where the last stopped
+REQUEUES = 1000
+REFRESH = (
+    60.0  # seconds between questions to SLURM, whose answers submitit else keeps for ten minutes
+)
 PREEMPTED = 600.0  # seconds after which a pre-empted job that was not put back is taken for ended
 SAME_START = 2.0  # seconds by which clocks may move
 Status = Literal["queued", "running", "ended"]
@@ -89,7 +92,9 @@ def last_line(path: Path) -> str:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line for line in reversed(lines) if line.strip() and not line.startswith("submitit ")), "")
+    return next(
+        (line for line in reversed(lines) if line.strip() and not line.startswith("submitit ")), ""
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,9 @@ class Local:
 
     def submit(self, jobs: Sequence[Job], root: Path, slots: Sequence[int]) -> list[Ticket]:
         """Start jobs, each on the GPUs of its slot."""
-        return [self._submit(job, new_folder(root), slot) for job, slot in zip(jobs, slots, strict=True)]
+        return [
+            self._submit(job, new_folder(root), slot) for job, slot in zip(jobs, slots, strict=True)
+        ]
 
     def _submit(self, job: Job, folder: Path, slot: int) -> Ticket:
         n = self.gpus_per_job
@@ -113,9 +120,14 @@ class Local:
         executor.update_parameters(
             timeout_min=FOREVER, gpus_per_node=n, visible_gpus=self.gpus[slot * n : (slot + 1) * n]
         )
-        with _shielded(folder / "controller.log"), environment_variables(**environment(self.threads)):
+        with (
+            _shielded(folder / "controller.log"),
+            environment_variables(**environment(self.threads)),
+        ):
             started = executor.submit(job)
-        return Ticket(str(folder), started.job_id, psutil.Process(int(started.job_id)).create_time(), slot)
+        return Ticket(
+            str(folder), started.job_id, psutil.Process(int(started.job_id)).create_time(), slot
+        )
 
     def attach(self, ticket: Ticket) -> submitit.Job[int]:
         """A job by its ticket; submitit itself forgets the processes of another launcher."""
@@ -162,9 +174,11 @@ class _Process:
 
 @contextlib.contextmanager
 def _shielded(log: Path) -> Iterator[None]:
-    """What is started here outlives the launcher's terminal, and does not keep its streams from ending.
+    """What is started here outlives the launcher's terminal, and does not keep its streams from
+    ending.
 
-    It ignores Ctrl-C and hang-ups (ignored signals stay so in a new program), and what it says goes to a file.
+    It ignores Ctrl-C and hang-ups (ignored signals stay so in a new program), and what it says goes
+    to a file.
     """
     numbers, streams = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP), (1, 2)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
@@ -183,17 +197,24 @@ def _shielded(log: Path) -> Iterator[None]:
 
 
 class Slurm:
-    """A SLURM cluster. SLURM puts a job back that met its time limit or was pre-empted; it continues its run."""
+    """A SLURM cluster. SLURM puts a job back that met its time limit or was pre-empted; it
+    continues its run.
+    """
 
     name = "slurm"
 
     def __init__(self, limit: int, *, together: bool = False, threads: int = 1, **parameters: Any):
         self.limit, self.together = limit, together
-        setup = [f"export {name}={shlex.quote(value)}" for name, value in environment(threads).items()]
+        setup = [
+            f"export {name}={shlex.quote(value)}" for name, value in environment(threads).items()
+        ]
         self.parameters = {
-            "name": "ntk-marglik", "cpus_per_task": threads, "slurm_setup": setup, "slurm_array_parallelism": limit,
+            "name": "ntk-marglik",
+            "cpus_per_task": threads,
+            "slurm_setup": setup,
+            "slurm_array_parallelism": limit,
             **parameters,
-        }  # fmt: skip
+        }
         self._refreshed = 0.0
         self._preempted: dict[str, float] = {}
         self._executor(Path("unused"))  # wrong parameters are told now
@@ -201,7 +222,8 @@ class Slurm:
     def _executor(self, folder: Path) -> submitit.AutoExecutor:
         if shutil.which("srun") is None:
             raise NtkMarglikError(
-                "--executor slurm, but there is no srun on this machine; start it on a login node of a cluster, or use "
+                "--executor slurm, but there is no srun on this machine; start it on a login node "
+                "of a cluster, or use "
                 "--executor local."
             )
         executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=REQUEUES)
@@ -216,7 +238,11 @@ class Slurm:
         folder = new_folder(root)
         executor = self._executor(folder)
         try:
-            submitted = executor.submit_array(jobs) if self.together else [executor.submit(job) for job in jobs]
+            submitted = (
+                executor.submit_array(jobs)
+                if self.together
+                else [executor.submit(job) for job in jobs]
+            )
         except submitit.core.utils.FailedJobError as error:
             raise NtkMarglikError(f"SLURM refuses the jobs: {error}") from error
         return [Ticket(str(folder), job.job_id) for job in submitted]
@@ -232,7 +258,9 @@ class Slurm:
             return "ended"
         if job.state != "PREEMPTED":
             self._preempted.pop(job.job_id, None)
-        elif time.monotonic() - self._preempted.setdefault(job.job_id, time.monotonic()) > PREEMPTED:
+        elif (
+            time.monotonic() - self._preempted.setdefault(job.job_id, time.monotonic()) > PREEMPTED
+        ):
             return "ended"
         return "running" if job.state in ("RUNNING", "COMPLETING") else "queued"
 
@@ -247,7 +275,9 @@ class Slurm:
         if state == "PREEMPTED":
             return "it was pre-empted", "free"
         job.exception()  # waits for a result that a slow file system shows late
-        return result_of(job) if job.paths.result_pickle.exists() else f"{reason} (SLURM: {state})", "counted"
+        return result_of(
+            job
+        ) if job.paths.result_pickle.exists() else f"{reason} (SLURM: {state})", "counted"
 
     def stop(self, ticket: Ticket) -> None:
         """Cancel a job."""

@@ -1,4 +1,6 @@
-"""What a job does: one line of a command file, in its own process, with nobody else in its folder."""
+"""What a job does: one line of a command file, in its own process, with nobody else in its
+folder.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ INTERRUPTED = 130  # exit code of a program that was asked to stop
 class Job:
     """A program with its arguments; what submitit stores and calls elsewhere.
 
-    The program is looked up in the job only, so that whatever reads a stored job need not import torch.
+    The program is looked up in the job only, so that whatever reads a stored job need not import
+    torch.
     """
 
     program: str  # "module:function" that takes arguments and returns an exit code
@@ -36,16 +39,22 @@ class Job:
         local = os.environ.get("SUBMITIT_EXECUTOR") == "local"
         if local:
             os.setsid()  # Ctrl-C in the launcher's terminal is not meant for it
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # `--stop`; submitit would ignore it
+            # `--stop`; submitit would ignore it
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         os.chdir(self.place)
         with alone(self.folder):
             code = pkgutil.resolve_name(self.program)(list(self.arguments))
         if code == INTERRUPTED and not local:
-            sys.exit(code)  # without a result: SLURM knows whether the job is put back in the queue, or was cancelled
+            sys.exit(
+                code
+                # without a result: SLURM knows whether the job is put back in the queue, or was
+                # cancelled
+            )
         return code
 
     def checkpoint(self) -> DelayedSubmission:
-        """What submitit puts in the queue before a time limit or a pre-emption ends the job: the same.
+        """What submitit puts in the queue before a time limit or a pre-emption ends the job: the
+        same.
 
         Programs save checkpoints by themselves as they run, and continue from the last one.
         """
@@ -58,8 +67,8 @@ class Job:
 def alone(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock of a folder; a lock ends with its process, however that ends.
 
-    A process can be alive that no launcher knows of: its parent was killed, or the launcher before it was written down.
-    With `wait`, whoever comes second waits for it; else BlockingIOError.
+    A process can be alive that no launcher knows of: its parent was killed, or the launcher before
+    it was written down. With `wait`, whoever comes second waits for it; else BlockingIOError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:
@@ -71,5 +80,8 @@ def alone(folder: Path, *, wait: bool = True) -> Iterator[None]:
             print(f"waiting for another process that works in {folder}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            print(f"warning: no locks in {folder} ({error.strerror}); two jobs could meet there", file=sys.stderr)
+            print(
+                f"warning: no locks in {folder} ({error.strerror}); two jobs could meet there",
+                file=sys.stderr,
+            )
         yield

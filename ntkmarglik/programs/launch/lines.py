@@ -52,13 +52,23 @@ class RunLine:
     def job(self) -> Job:
         """What to submit."""
         if self.processes is None:
-            return Job("ntkmarglik.programs.classify.run:main", tuple(self.config.arguments()), self.folder, Path.cwd())
-        return Job("ntkmarglik.programs.launch.processes:main", self._words, self.folder, Path.cwd())
+            return Job(
+                "ntkmarglik.programs.classify.run:main",
+                tuple(self.config.arguments()),
+                self.folder,
+                Path.cwd(),
+            )
+        return Job(
+            "ntkmarglik.programs.launch.processes:main", self._words, self.folder, Path.cwd()
+        )
 
     def finished(self) -> bool:
         """Whether its summary is there, and that of its baseline if it has one."""
         learns = self.config.estimator.method != "map"
-        folders = [self.folder, *([self.folder / "baseline"] if self.config.run.baseline and learns else [])]
+        folders = [
+            self.folder,
+            *([self.folder / "baseline"] if self.config.run.baseline and learns else []),
+        ]
         return all(read_summary(folder) is not None for folder in folders)
 
     def progress(self) -> str:
@@ -70,7 +80,8 @@ class RunLine:
         """Refuse what cannot run, or would be put in the folder of something else."""
         if self.config.run.dry_run:
             raise NtkMarglikError("--dry-run makes no run; leave it out.")
-        check_settings(self.config.updated(device="cpu"))  # a job may have a GPU where this machine has none
+        # a job may have a GPU where this machine has none
+        check_settings(self.config.updated(device="cpu"))
         stored = self.folder / "config.yaml"
         if stored.exists():
             self.config.refuse_other(yaml.safe_load(stored.read_text()), free=FREE)
@@ -78,7 +89,9 @@ class RunLine:
 
 @dataclass(frozen=True)
 class GridLine:
-    """A part of a bound grid; parts of one grid have one folder and are made one after the other."""
+    """A part of a bound grid; parts of one grid have one folder and are made one after the
+    other.
+    """
 
     number: int
     config: GridConfig
@@ -93,7 +106,12 @@ class GridLine:
 
     def job(self) -> Job:
         """What to submit."""
-        return Job("ntkmarglik.programs.grid.run:main", tuple(self.config.arguments()), self.folder, Path.cwd())
+        return Job(
+            "ntkmarglik.programs.grid.run:main",
+            tuple(self.config.arguments()),
+            self.folder,
+            Path.cwd(),
+        )
 
     def finished(self) -> bool:
         """Whether its csv has all that the line asks for."""
@@ -151,10 +169,16 @@ def read_lines(path: Path) -> list[Line]:
         except (NtkMarglikError, ValueError, OSError) as error:
             mistakes.append(f"{path}:{number}: {error}")
     if mistakes:
-        raise NtkMarglikError("\n".join([f"{len(mistakes)} of the lines cannot be run:", *mistakes]))
+        raise NtkMarglikError(
+            "\n".join([f"{len(mistakes)} of the lines cannot be run:", *mistakes])
+        )
     if not by_folder:
-        raise NtkMarglikError(f"{path} has no commands; scripts/generate_*_commands.py print such files.")
-    return sorted((line for lines in by_folder.values() for line in lines), key=lambda line: line.number)
+        raise NtkMarglikError(
+            f"{path} has no commands; scripts/generate_*_commands.py print such files."
+        )
+    return sorted(
+        (line for lines in by_folder.values() for line in lines), key=lambda line: line.number
+    )
 
 
 def _line(number: int, words: list[str]) -> Line:
@@ -162,7 +186,9 @@ def _line(number: int, words: list[str]) -> Line:
     if words[0] == "torchrun" and Config.script in words:
         split = words.index(Config.script)
         config = _parsed(parse_run, words[split + 1 :]).updated(resume=True)
-        return RunLine(number, config.updated(out=folder_of(config)), processes.checked(words[1:split]))
+        return RunLine(
+            number, config.updated(out=folder_of(config)), processes.checked(words[1:split])
+        )
     if program == ["python", Config.script]:
         config = _parsed(parse_run, arguments).updated(resume=True)
         return RunLine(number, config.updated(out=folder_of(config)))
@@ -188,7 +214,11 @@ def _reason(said: str) -> str:
     """The parser's message without its frame, its title and its hints."""
     lines = [line.strip(" │|") for line in said.splitlines()]
     words = [line for line in lines if any(c.isalnum() for c in line)][1:]
-    hints = [i for i, line in enumerate(words) if line.startswith(("For full helptext", "Argument helptext"))]
+    hints = [
+        i
+        for i, line in enumerate(words)
+        if line.startswith(("For full helptext", "Argument helptext"))
+    ]
     return " ".join(words[: hints[0] if hints else None]) or "the parser refuses it."
 
 
@@ -198,4 +228,6 @@ def _refuse_shared_folder(line: Line, others: dict[Path, list[Line]]) -> None:
         if other.command == line.command:
             raise NtkMarglikError(f"it is the same as line {other.number}.")
         if isinstance(other, RunLine) or isinstance(line, RunLine):
-            raise NtkMarglikError(f"its folder {line.folder} is that of line {other.number}; give it another --out.")
+            raise NtkMarglikError(
+                f"its folder {line.folder} is that of line {other.number}; give it another --out."
+            )

@@ -11,11 +11,19 @@ from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.launch.job import INTERRUPTED
 
 MODULE = "ntkmarglik.programs.classify"  # what Config.script runs, wherever that is
-MEETING = ("standalone", "rdzv_endpoint", "rdzv_id", "master_port")  # options that say where processes meet
+# options that say where processes meet
+MEETING = (
+    "standalone",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "master_port",
+)
 
 
 def checked(options: Sequence[str]) -> tuple[str, ...]:
-    """Options of torchrun, refused if it would; without a place to meet, jobs on one machine choose free ones."""
+    """Options of torchrun, refused if it would; without a place to meet, jobs on one machine choose
+    free ones.
+    """
     from torch.distributed.run import get_args_parser
 
     parser, said = get_args_parser(), io.StringIO()
@@ -26,13 +34,21 @@ def checked(options: Sequence[str]) -> tuple[str, ...]:
         reason = said.getvalue().strip().rpartition("error: ")[2] or "--help makes no run"
         raise NtkMarglikError(f"torchrun refuses its options: {reason}.") from None
     if given.training_script != Config.script or given.module or given.no_python:
-        raise NtkMarglikError(f"a line is `torchrun ... {Config.script} ...`, without -m or --no-python.")
+        raise NtkMarglikError(
+            f"a line is `torchrun ... {Config.script} ...`, without -m or --no-python."
+        )
     meets = any(getattr(given, name) != parser.get_default(name) for name in MEETING)
-    return tuple(options) if meets or given.nnodes != parser.get_default("nnodes") else ("--standalone", *options)
+    return (
+        tuple(options)
+        if meets or given.nnodes != parser.get_default("nnodes")
+        else ("--standalone", *options)
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Options of torchrun, the program's name and its flags, as in the line; returns the exit code."""
+    """Options of torchrun, the program's name and its flags, as in the line; returns the exit
+    code.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

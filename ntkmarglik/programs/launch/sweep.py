@@ -1,4 +1,6 @@
-"""All lines of a command file as jobs: submitted, watched, tried again, and found again by the next launcher."""
+"""All lines of a command file as jobs: submitted, watched, tried again, and found again by the next
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ class Entry:
 class Sweep:
     """The jobs of some lines.
 
-    folder: of `state.json`, with the tickets of submitted jobs, and `jobs/`, with submitit's files and logs.
-    retries: how often a line that failed is tried again.
+    folder: of `state.json`, with the tickets of submitted jobs, and `jobs/`, with submitit's files
+    and logs. retries: how often a line that failed is tried again.
     """
 
     def __init__(self, tasks: Sequence[Task], executor: Executor, folder: Path, retries: int):
@@ -96,7 +98,10 @@ class Sweep:
 
     def stop(self) -> int:
         """End the jobs; returns how many there were."""
-        tickets = [*(entry.ticket for entry in self.entries if entry.ticket is not None), *self.removed.values()]
+        tickets = [
+            *(entry.ticket for entry in self.entries if entry.ticket is not None),
+            *self.removed.values(),
+        ]
         for ticket in tickets:
             self.executor.stop(ticket)
         for entry in self.entries:
@@ -131,7 +136,8 @@ class Sweep:
             entry.status = "failed"
             return f"{entry}: failed: {entry.note}"
         entry.status = "queued"
-        return f"{entry}: ended early, to be continued ({left} more {'try' if left == 1 else 'tries'}): {entry.note}"
+        tries = "try" if left == 1 else "tries"
+        return f"{entry}: ended early, to be continued ({left} more {tries}): {entry.note}"
 
     def _submit(self) -> Iterator[str]:
         ready = []
@@ -139,21 +145,31 @@ class Sweep:
             if entry.status != "queued" or entry.ticket is not None:
                 continue
             if entry.before is not None and entry.before.status == "failed":
-                entry.status, entry.note = "failed", f"line {entry.before.task.number}, which comes first, failed"
+                entry.status, entry.note = (
+                    "failed",
+                    f"line {entry.before.task.number}, which comes first, failed",
+                )
                 yield f"{entry}: failed: {entry.note}"
             elif entry.before is None or entry.before.status == "done":
                 ready.append(entry)
         taken = {entry.ticket.slot for entry in self.entries if entry.ticket is not None}
         free = (slot for slot in itertools.count() if slot not in taken)
         room = max(0, self.executor.limit - self.submitted)
-        batches = [ready] if self.executor.together and ready else [[entry] for entry in ready[:room]]
+        batches = (
+            [ready] if self.executor.together and ready else [[entry] for entry in ready[:room]]
+        )
         for batch in batches:  # each is written down before the next
             slots = list(itertools.islice(free, len(batch)))
-            tickets = self.executor.submit([entry.task.job() for entry in batch], self.folder / "jobs", slots)
+            tickets = self.executor.submit(
+                [entry.task.job() for entry in batch], self.folder / "jobs", slots
+            )
             for entry, ticket in zip(batch, tickets, strict=True):
                 entry.ticket = ticket
             self._save()
-            yield from (f"{entry}: submitted (job {ticket.id})" for entry, ticket in zip(batch, tickets, strict=True))
+            yield from (
+                f"{entry}: submitted (job {ticket.id})"
+                for entry, ticket in zip(batch, tickets, strict=True)
+            )
 
     def _save(self) -> None:
         kept = {command: (0, ticket) for command, ticket in self.removed.items()} | {
@@ -161,9 +177,14 @@ class Sweep:
             for entry in self.entries
             if entry.ticket or (entry.failures and entry.status != "done")
         }
-        lines = {command: {"failures": n, "ticket": ticket and asdict(ticket)} for command, (n, ticket) in kept.items()}
+        lines = {
+            command: {"failures": n, "ticket": ticket and asdict(ticket)}
+            for command, (n, ticket) in kept.items()
+        }
         state = {"executor": self.executor.name, "place": str(Path.cwd()), "lines": lines}
-        checkpoint.replace(self.folder / "state.json", (json.dumps(state, indent=1) + "\n").encode())
+        checkpoint.replace(
+            self.folder / "state.json", (json.dumps(state, indent=1) + "\n").encode()
+        )
 
     def _recall(self) -> None:
         """Take over the jobs of the launcher before; what it gave up has all its tries again."""
@@ -176,7 +197,8 @@ class Sweep:
         for name, value in ours.items():
             if stored and state[name] != value:
                 raise NtkMarglikError(
-                    f"{path} has {len(stored)} jobs of {name} {state[name]}, but this is {value}; follow or stop them "
+                    f"{path} has {len(stored)} jobs of {name} {state[name]}, but this is {value}; "
+                    f"follow or stop them "
                     "there first."
                 )
         for entry in self.entries:

@@ -1,4 +1,6 @@
-"""The paper's experiments: their settings by id and scale, and estimators by the names the paper gives them."""
+"""The paper's experiments: their settings by id and scale, and estimators by the names the paper
+gives them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ CONFIGS = Path(__file__).parent / "configs"
 Scale = Literal["full", "small"]
 # settings that say where and how a run runs, not what it computes
 ABOUT_THE_RUN = {
-    *("seed", "device", "threads", "out", "data_root", "resume", "baseline", "eval_every", "checkpoint_seconds"),
+    *(
+        "seed",
+        "device",
+        "threads",
+        "out",
+        "data_root",
+        "resume",
+        "baseline",
+        "eval_every",
+        "checkpoint_seconds",
+    ),
     *("memory_budget", "wandb", "tensorboard", "dry_run"),
 }
 
@@ -27,8 +39,8 @@ ABOUT_THE_RUN = {
 def load(*names: str, scale: Scale = "full") -> Config:
     """The settings of a run, in configs/NAME.yaml.
 
-    At small scale with those of configs/small/NAME.yaml. Later names override, which puts one experiment upon another:
-    the timing of bound-prior is `load("bound-prior", "timing")`.
+    At small scale with those of configs/small/NAME.yaml. Later names override, which puts one
+    experiment upon another: the timing of bound-prior is `load("bound-prior", "timing")`.
     """
     return parse(_files(names, scale))
 
@@ -42,12 +54,19 @@ def load_grid(name: str, scale: Scale = "full") -> GridConfig:
 def _files(names: Sequence[str], scale: Scale) -> list[str]:
     files = [CONFIGS / f"{name}.yaml" for name in names]
     if scale == "small":
-        files = [f for file in files for f in (file, CONFIGS / "small" / file.name) if f is file or f.exists()]
+        files = [
+            f
+            for file in files
+            for f in (file, CONFIGS / "small" / file.name)
+            if f is file or f.exists()
+        ]
     return [argument for file in files for argument in ("--config", str(file))]
 
 
 def estimator(label: str) -> dict[str, Any]:
-    """The settings that METHOD-S-K stands for (N and C mean all), as in "KFAC-N-1"; also "MAP", "DE-ELBO" and alike."""
+    """The settings that METHOD-S-K stands for (N and C mean all), as in "KFAC-N-1"; also "MAP",
+    "DE-ELBO" and alike.
+    """
     if label.lower() in WITHOUT_BLOCKS:
         return {"method": label.lower()}
     method, *sizes = label.lower().split("-")
@@ -80,7 +99,9 @@ def difference(config: Settings, other: Settings) -> dict[str, tuple[Any, Any]]:
     """Settings of what is computed that differ: name -> (value in config, value in other)."""
     ours, theirs = config.flat(), other.flat()
     return {
-        name: (ours[name], theirs[name]) for name in ours if name not in ABOUT_THE_RUN and ours[name] != theirs[name]
+        name: (ours[name], theirs[name])
+        for name in ours
+        if name not in ABOUT_THE_RUN and ours[name] != theirs[name]
     }
 
 
@@ -90,8 +111,12 @@ def described(changes: dict[str, tuple[Any, Any]]) -> str:
     def word(name: str, value: Any) -> Any:
         return (
             "all"
-            if value == 0 and name in ("n_data", "subset", "outputs", "aug_block", "train_subset", "train_outputs")
+            if value == 0
+            and name
+            in ("n_data", "subset", "outputs", "aug_block", "train_subset", "train_outputs")
             else value
         )
 
-    return ", ".join(f"{name} {word(name, old)} -> {word(name, new)}" for name, (old, new) in changes.items())
+    return ", ".join(
+        f"{name} {word(name, old)} -> {word(name, new)}" for name, (old, new) in changes.items()
+    )

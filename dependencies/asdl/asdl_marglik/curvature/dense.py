@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from asdl_marglik.curvature.term import Groups, Memory, Part, Settled, inverse_precision, mix
-from asdl_marglik.linalg import eigenvalues, is_coarse, log_det_identity_plus, precision_of_sums, resolved
+from asdl_marglik.linalg import (
+    eigenvalues,
+    is_coarse,
+    log_det_identity_plus,
+    precision_of_sums,
+    resolved,
+)
 from asdl_marglik.passes.forward import Chunk, Request
 
 if TYPE_CHECKING:
@@ -20,9 +26,10 @@ if TYPE_CHECKING:
 class _SumOverRows(Part):
     """A statistic that adds a function of the root rows of each chunk.
 
-    keep: the seeded rows of all data are kept instead and the function is applied at the end: then a second pass need
-    not make them again. weighted: of a single number's cotangents it then asks for a weighted sum over seeds only.
-    double: sums in float64, whatever the rows are; of kept rows they always are.
+    keep: the seeded rows of all data are kept instead and the function is applied at the end: then
+    a second pass need not make them again. weighted: of a single number's cotangents it then asks
+    for a weighted sum over seeds only. double: sums in float64, whatever the rows are; of kept rows
+    they always are.
     """
 
     def __init__(
@@ -34,7 +41,12 @@ class _SumOverRows(Part):
         weighted: bool = False,
         double: bool = False,
     ):
-        self.names, self.sizes, self.groups, self.double = tuple(sizes), sizes, groups, double and not keep
+        self.names, self.sizes, self.groups, self.double = (
+            tuple(sizes),
+            sizes,
+            groups,
+            double and not keep,
+        )
         self.keep, self.weighted = keep, keep and weighted
         self.kinds = ("rows",) if keep else ("sum",)
 
@@ -48,14 +60,23 @@ class _SumOverRows(Part):
     def pulls(self, plan: Plan) -> list[Request]:
         rows = [] if self.keep else self.requests()  # the sum is quadratic in the rows
         single = {name for name, size in self.sizes.items() if size == 1 and self.weighted}
-        return [*rows, *((name, "weighted" if name in single else form) for name, form in super().pulls(plan))]
+        return [
+            *rows,
+            *((name, "weighted" if name in single else form) for name, form in super().pulls(plan)),
+        ]
 
     def memory(self, problem: Problem) -> Memory:
-        """The sum, with what its determinant takes in float64; rows of a chunk, their cotangents, and a product."""
+        """The sum, with what its determinant takes in float64; rows of a chunk, their cotangents,
+        and a product.
+        """
         size = sum(self.sizes.values())
         side = self._numbers(size)
         kept = size * problem.n_rows if self.keep else side
-        return Memory(problem.element * kept, 4 * 8 * side, 3 * problem.element * problem.rows_per_datum * size)
+        return Memory(
+            problem.element * kept,
+            4 * 8 * side,
+            3 * problem.element * problem.rows_per_datum * size,
+        )
 
     @abstractmethod
     def _numbers(self, size: int) -> int:
@@ -80,7 +101,12 @@ class _SumOverRows(Part):
         return self.reduce(mix(given, mixing)) if self.keep else given
 
     def pull(
-        self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
+        self,
+        chunk: Chunk,
+        observations: list[Tensor],
+        bars: list[Tensor],
+        rows: slice,
+        log_precision: Tensor,
     ) -> None:
         if self.keep:
             self._pull_rows(chunk, bars[0][rows])
@@ -107,12 +133,18 @@ class _SumOverRows(Part):
         return lambda scale, log_precision: self.log_det(total, scale, log_precision, coarse=coarse)
 
     @abstractmethod
-    def log_det(self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool) -> Tensor:
-        """The log-determinant from the sum over all data; coarse: it was made in lower precision."""
+    def log_det(
+        self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool
+    ) -> Tensor:
+        """The log-determinant from the sum over all data; coarse: it was made in lower
+        precision.
+        """
 
 
 class Dense(_SumOverRows):
-    """Exact curvature of its weights: H = sum of outer products of root rows; log|I + P0^-1/2 H P0^-1/2|."""
+    """Exact curvature of its weights: H = sum of outer products of root rows; log|I + P0^-1/2 H
+    P0^-1/2|.
+    """
 
     label = "dense"
 
@@ -123,7 +155,9 @@ class Dense(_SumOverRows):
         rows = rows.flatten(0, 1)
         return rows.mT @ rows
 
-    def log_det(self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool) -> Tensor:
+    def log_det(
+        self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool
+    ) -> Tensor:
         root = inverse_precision(log_precision, self.groups, self.sizes).sqrt()
         return log_det_identity_plus(scale * root[:, None] * total * root, coarse=coarse)
 
@@ -143,7 +177,9 @@ class Diagonal(_SumOverRows):
     def reduce(self, rows: Tensor) -> Tensor:
         return rows.square().sum((0, 1))
 
-    def log_det(self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool) -> Tensor:
+    def log_det(
+        self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool
+    ) -> Tensor:
         inverse = inverse_precision(log_precision, self.groups, self.sizes)
         return torch.log1p(scale * total * inverse).sum()
 

@@ -1,17 +1,21 @@
-"""Kronecker-factored curvature (KFAC) of one weight, in the "expand" and "reduce" settings of weight sharing.
+"""Kronecker-factored curvature (KFAC) of one weight, in the "expand" and "reduce" settings of
+weight sharing.
 
-    H ~= B (x) A     expand: A = 1/(n T) sum_nt a_nt a_nt^T,               B = sum_nrt g_nrt g_nrt^T
-                     reduce: A = 1/n sum_n (mean_t a_nt)(mean_t a_nt)^T,   B = sum_nr (sum_t g_nrt)(sum_t g_nrt)^T
+    H ~= B (x) A
+    expand: A = 1/(n T) sum_nt a_nt a_nt^T,               B = sum_nrt g_nrt g_nrt^T
+    reduce: A = 1/n sum_n (mean_t a_nt)(mean_t a_nt)^T,   B = sum_nr (sum_t g_nrt)(sum_t g_nrt)^T
     log|I + P0^-1 (B (x) A)| = sum_jk log(1 + beta_j alpha_k / precision)
 
-(Eschenhagen et al. 2023.) Augmented copies are reduced first: activations averaged, cotangents (which carry 1/A)
-summed, so that A equal copies give the value of one. Groups of a grouped convolution are separate blocks. A bias has
-A = 1. Where a factor has fewer rows than its side, its rows are kept and the eigenvalues come from their Gram matrix.
+(Eschenhagen et al. 2023.) Augmented copies are reduced first: activations averaged, cotangents
+(which carry 1/A) summed, so that A equal copies give the value of one. Groups of a grouped
+convolution are separate blocks. A bias has A = 1. Where a factor has fewer rows than its side, its
+rows are kept and the eigenvalues come from their Gram matrix.
 
-With one precision per element the determinant of B (x) A has no such form. Of a small weight it is computed as it is,
-of a large one the log precision is projected on row effect + column effect, which keeps the Kronecker form: exact
-whenever the precision is constant, per row, per column, or a product of both, and otherwise usually too small a
-determinant, so that the evidence comes out too high.
+With one precision per element the determinant of B (x) A has no such form. Of a small weight it is
+computed as it is, of a large one the log precision is projected on row effect + column effect,
+which keeps the Kronecker form: exact whenever the precision is constant, per row, per column, or a
+product of both, and otherwise usually too small a determinant, so that the evidence comes out too
+high.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ if TYPE_CHECKING:
 
 Setting = Literal["expand", "reduce"]
 
-EXACT_SIDE = 512  # weights with a precision each, up to which B (x) A is formed: a determinant of this side takes 10 ms
+# weights with a precision each, up to which B (x) A is formed: a determinant of this side takes 10
+# ms
+EXACT_SIDE = 512
 
 
 class Kron(Part):
@@ -66,7 +72,13 @@ class Kron(Part):
     ):
         self.double = double  # sums in float64, whatever the network is
         self.transposed = transposed  # the weight is stored [inputs, outputs]
-        self.names, self.group, self.setting, self.n_data, self.bias = (name,), group, setting, n_data, bias
+        self.names, self.group, self.setting, self.n_data, self.bias = (
+            (name,),
+            group,
+            setting,
+            n_data,
+            bias,
+        )
         self.kinds = ("rows" if keep_inputs else "sum", "rows" if keep_outputs else "sum")
         self.label = f"kronecker ({setting})"
         # positions of several calls are pooled before they are reduced
@@ -78,10 +90,13 @@ class Kron(Part):
         return [(self.names[0], self.form)]
 
     def pulls(self, plan: Plan) -> list[Request]:
-        return [] if self.kinds[1] == "rows" else self.requests()  # else the mixing is part of the observation
+        # else the mixing is part of the observation
+        return [] if self.kinds[1] == "rows" else self.requests()
 
     def memory(self, problem: Problem) -> Memory:
-        """Both factors, or their rows; eigenvectors of the larger one in float64; factors of a chunk, twice."""
+        """Both factors, or their rows; eigenvectors of the larger one in float64; factors of a
+        chunk, twice.
+        """
         o, d = problem.plan.weights[self.names[0]].shape[0], problem.sizes[self.names[0]]
         d = 1 if self.bias else d // max(1, o)
         t = problem.plan.positions[self.names[0]]
@@ -90,12 +105,17 @@ class Kron(Part):
         outputs = problem.n_rows * shared * o if self.kinds[1] == "rows" else o**2
         expanded = 1 if self.form == "reduce" else t
         per_datum = 2 * expanded * (d + problem.rows_per_datum * o)
-        return Memory(problem.element * (inputs + outputs), 4 * 8 * max(d, o) ** 2, problem.element * per_datum)
+        return Memory(
+            problem.element * (inputs + outputs),
+            4 * 8 * max(d, o) ** 2,
+            problem.element * per_datum,
+        )
 
     def _inputs(self, patches: list[Tensor | None], like: Tensor) -> Tensor:
         """Observation of the input factor; uses of the weight are further shared positions."""
         given = [p for p in patches if p is not None]
-        rows = like.new_ones(len(like), 1, 1, 1) if self.bias else torch.cat(given, 1)  # [n, T, groups, D]
+        # [n, T, groups, D]
+        rows = like.new_ones(len(like), 1, 1, 1) if self.bias else torch.cat(given, 1)
         if self.setting == "reduce":
             rows = rows.mean(1, keepdim=True)
         rows = rows / (self.n_data * rows.shape[1]) ** 0.5
@@ -114,28 +134,46 @@ class Kron(Part):
     def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
         name = self.names[0]
         if self._by_moment:
-            inputs = chunk.input_moment(name, double=self.double) / (self.n_data * chunk.n_positions(name))
+            inputs = chunk.input_moment(name, double=self.double) / (
+                self.n_data * chunk.n_positions(name)
+            )
         else:
             inputs = self._inputs(chunk.input_factors(name, self.form), chunk.f)
         return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.weights())]
 
     def pull(
-        self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
+        self,
+        chunk: Chunk,
+        observations: list[Tensor],
+        bars: list[Tensor],
+        rows: slice,
+        log_precision: Tensor,
     ) -> None:
         name, n_uses = self.names[0], len(chunk.plan.uses_of[self.names[0]])
-        bars = [bar[rows] if kind == "rows" else bar for bar, kind in zip(bars, self.kinds, strict=True)]
+        bars = [
+            bar[rows] if kind == "rows" else bar for bar, kind in zip(bars, self.kinds, strict=True)
+        ]
         patches_bars: list[Tensor | None] = [None] * n_uses
         positions_bars: list[Tensor | None] = [None] * n_uses
         with torch.enable_grad():
             if self._by_moment:
                 chunk.pull_input_moment(name, bars[0] / (self.n_data * chunk.n_positions(name)))
             elif not self.bias:
-                patches = [p.requires_grad_() for p in chunk.input_factors(name, self.form) if p is not None]
-                patches_bars = list(torch.autograd.grad(self._inputs([*patches], chunk.f), patches, bars[0]))
+                patches = [
+                    p.requires_grad_()
+                    for p in chunk.input_factors(name, self.form)
+                    if p is not None
+                ]
+                patches_bars = list(
+                    torch.autograd.grad(self._inputs([*patches], chunk.f), patches, bars[0])
+                )
             mixing = chunk.weights()
-            inside = self.kinds[1] == "sum" and mixing is not None  # the mixing is part of the observation
+            # the mixing is part of the observation
+            inside = self.kinds[1] == "sum" and mixing is not None
             if chunk.differentiable or inside:
-                leaves = [g.detach().requires_grad_() for g in chunk.output_factors(name, self.form)]
+                leaves = [
+                    g.detach().requires_grad_() for g in chunk.output_factors(name, self.form)
+                ]
                 mixing = mixing.requires_grad_() if inside and mixing is not None else mixing
                 wanted = [*leaves, mixing] if inside and mixing is not None else leaves
                 found = list(torch.autograd.grad(self._outputs(leaves, mixing), wanted, bars[1]))
@@ -154,7 +192,10 @@ class Kron(Part):
             alpha, beta = self._spectrum(factors[0], 0), self._spectrum(factors[1], 1)
             return lambda scale, theta: _log_det(alpha, beta, scale * torch.exp(-theta[self.group]))
         if factors[0].shape[-1] * factors[1].shape[-1] <= EXACT_SIDE:
-            coarse = any(kind == "sum" and is_coarse(s) for kind, s in zip(self.kinds, statistics, strict=True))
+            coarse = any(
+                kind == "sum" and is_coarse(s)
+                for kind, s in zip(self.kinds, statistics, strict=True)
+            )
             product = self._product(*factors)
             return lambda scale, theta: self._exact_log_det(product, scale, theta, coarse)
         return lambda scale, theta: self._projected_log_det(factors, scale, theta)
@@ -172,20 +213,27 @@ class Kron(Part):
         ]
         return torch.einsum("gij,gop->goipj", *moments)
 
-    def _exact_log_det(self, product: Tensor, scale: Tensor, log_precision: Tensor, coarse: bool) -> Tensor:
+    def _exact_log_det(
+        self, product: Tensor, scale: Tensor, log_precision: Tensor, coarse: bool
+    ) -> Tensor:
         """log|I + P0^-1 (B (x) A)| as it is."""
         groups, o, d = product.shape[:3]
         root = torch.exp(-self._table(log_precision, o, d) / 2).reshape(groups, o * d)
         matrix = scale * root[:, :, None] * product.reshape(groups, o * d, o * d) * root[:, None, :]
         return log_det_identity_plus(matrix, coarse=coarse).sum()
 
-    def _projected_log_det(self, factors: tuple[Tensor, Tensor], scale: Tensor, log_precision: Tensor) -> Tensor:
+    def _projected_log_det(
+        self, factors: tuple[Tensor, Tensor], scale: Tensor, log_precision: Tensor
+    ) -> Tensor:
         """The same with row and column effects of the log precision."""
         inputs, outputs = factors
         table = self._table(log_precision, outputs.shape[-1], inputs.shape[-1])
         row_effect = table.mean(2)
         column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
-        alpha, beta = self._spectrum(inputs, 0, column_effect), self._spectrum(outputs, 1, row_effect)
+        alpha, beta = (
+            self._spectrum(inputs, 0, column_effect),
+            self._spectrum(outputs, 1, row_effect),
+        )
         return _log_det(alpha, beta, scale)
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
@@ -213,7 +261,10 @@ class Kron(Part):
             factor = root[:, :, None] * factor * root[:, None, :]
         values = eigenvalues(factor)
         known = resolved(values, precision_of_sums(dtype))
-        return Spectrum(known, torch.where(known > 0, 0.0, values.abs()).detach() if dtype != torch.float64 else None)
+        return Spectrum(
+            known,
+            torch.where(known > 0, 0.0, values.abs()).detach() if dtype != torch.float64 else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -221,7 +272,9 @@ class Spectrum:
     """Eigenvalues [groups, m] of a factor in float64."""
 
     values: Tensor
-    hidden: Tensor | None = None  # sizes of those that may be rounding alone; None where a sum was made in float64
+    hidden: Tensor | None = (
+        None  # sizes of those that may be rounding alone; None where a sum was made in float64
+    )
 
 
 def _log_det(alpha: Spectrum, beta: Spectrum, ratio: Tensor) -> Tensor:

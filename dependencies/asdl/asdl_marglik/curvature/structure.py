@@ -17,18 +17,22 @@ from asdl_marglik.ranks.ranks import Ranks
 from asdl_marglik.ranks.sharded_gram import ShardedGram
 from asdl_marglik.watch.planner import Plan
 
-EXACT_BLOCK = 1024  # a weight without a Kronecker form gets its exact block up to this side, else its diagonal
+# a weight without a Kronecker form gets its exact block up to this side, else its diagonal
+EXACT_BLOCK = 1024
 EXACT_BLOCK_ROWS = 2**24  # and up to this many numbers in its rows
 FACTOR_MARGIN = 2  # elementwise products of factors run below the speed of matrix products
 FACTOR_PAIRS = 2**25  # entries of the products of factors at most
-KEPT_ROWS = 2**19  # numbers in rows of a weight that are kept: then a second pass need not compute them again
+# numbers in rows of a weight that are kept: then a second pass need not compute them again
+KEPT_ROWS = 2**19
 
 Granularity = Literal["module", "tensor"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a recipe may look at: the plan, the prior's groups, and the number of data points and of rows per datum."""
+    """What a recipe may look at: the plan, the prior's groups, and the number of data points and of
+    rows per datum.
+    """
 
     plan: Plan
     groups: Groups
@@ -62,7 +66,9 @@ class Problem:
 
 
 def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
-    """The exact block of some weights, in the smaller of row space and weight space (Sylvester: same determinant)."""
+    """The exact block of some weights, in the smaller of row space and weight space (Sylvester:
+    same determinant).
+    """
     sizes = {name: problem.sizes[name] for name in names}
     if problem.n_rows <= sum(sizes.values()):
         return _gram(problem, names)
@@ -77,11 +83,14 @@ def _keeps(problem: Problem, size: int) -> bool:
 
 def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
     stores, packed = [_store(problem, name) for name in names], problem.fast.packed_kernels
-    # with more rows than weights the kernel is singular: rounding would fill what should be its null space
+    # with more rows than weights the kernel is singular: rounding would fill what should be its
+    # null space
     double = problem.double or problem.n_rows > sum(problem.sizes[name] for name in names)
     if problem.ranks is None:
         return Gram(stores, problem.groups, packed=packed, double=double)
-    return ShardedGram(stores, problem.groups, problem.ranks, problem.n_data, packed=packed, double=double)
+    return ShardedGram(
+        stores, problem.groups, problem.ranks, problem.n_data, packed=packed, double=double
+    )
 
 
 def _store(problem: Problem, name: str) -> Store:
@@ -89,7 +98,11 @@ def _store(problem: Problem, name: str) -> Store:
     rows = (HalfRows if problem.half_rows else Rows)(name, mirrored=problem.fast.mirrored_kernels)
     plan, k = problem.plan, problem.rows_per_datum
     single = name in plan.kronecker & plan.factor_sides.keys() and len(plan.uses_of[name]) == 1
-    if not single or plan.uses_of[name][0][1] == "bias" or not isinstance(problem.groups[name], int):
+    if (
+        not single
+        or plan.uses_of[name][0][1] == "bias"
+        or not isinstance(problem.groups[name], int)
+    ):
         return rows
     t, (o, d) = problem.copies * plan.positions[name], plan.factor_sides[name]
     if problem.fast.shared_factors and k > 1 and t > 1:
@@ -110,12 +123,17 @@ def _full(problem: Problem) -> list[Part]:
 def _blockdiag(problem: Problem) -> list[Part]:
     blocks: dict[str, list[str]] = {}
     for name in problem.sizes:
-        blocks.setdefault(name.rpartition(".")[0] if problem.granularity == "module" else name, []).append(name)
+        blocks.setdefault(
+            name.rpartition(".")[0] if problem.granularity == "module" else name, []
+        ).append(name)
     return [_exact(problem, tuple(names)) for names in blocks.values()]
 
 
 def _diag(problem: Problem) -> list[Part]:
-    return [Diagonal({name: size}, problem.groups, keep=_keeps(problem, size)) for name, size in problem.sizes.items()]
+    return [
+        Diagonal({name: size}, problem.groups, keep=_keeps(problem, size))
+        for name, size in problem.sizes.items()
+    ]
 
 
 def _kfac(problem: Problem) -> list[Part]:
@@ -124,7 +142,9 @@ def _kfac(problem: Problem) -> list[Part]:
 
 def _kron(problem: Problem, name: str, size: int) -> Part:
     if name not in problem.plan.kronecker:
-        exact = min(size, problem.n_rows) <= EXACT_BLOCK and size * problem.n_rows <= EXACT_BLOCK_ROWS
+        exact = (
+            min(size, problem.n_rows) <= EXACT_BLOCK and size * problem.n_rows <= EXACT_BLOCK_ROWS
+        )
         return _exact(problem, (name,)) if exact else Diagonal({name: size}, problem.groups)
     weight = problem.plan.weights[name]
     bias = problem.plan.uses_of[name][0][1] == "bias"
@@ -132,14 +152,18 @@ def _kron(problem: Problem, name: str, size: int) -> Part:
     # the side that has fewer: rows of all data, or features
     observed = problem.n_data * (1 if reduce else problem.plan.positions[name])
     return Kron(
-        name, problem.groups[name], problem.setting, problem.n_data, bias=bias,
+        name,
+        problem.groups[name],
+        problem.setting,
+        problem.n_data,
+        bias=bias,
         keep_inputs=problem.fast.factored_sides and observed < (1 if bias else size // len(weight)),
         keep_outputs=reduce and (problem.n_rows <= len(weight) or _keeps(problem, len(weight))),
         called_once=len(problem.plan.uses_of[name]) == 1,
         transposed=problem.plan.rules[name] == "matmul",
         by_moment=problem.fast.input_moments,
         double=problem.double,
-    )  # fmt: skip
+    )
 
 
 Guarantee = Literal["exact", "bound", "approximation"]
@@ -149,7 +173,8 @@ Guarantee = Literal["exact", "bound", "approximation"]
 class Structure:
     """Which parts cover which weights, and what can be said of their determinant.
 
-    guarantee: "exact" for all rows at once, "bound" if it is never below the determinant of independent blocks of them.
+    guarantee: "exact" for all rows at once, "bound" if it is never below the determinant of
+    independent blocks of them.
     """
 
     parts: Callable[[Problem], list[Part]]
@@ -169,12 +194,16 @@ STRUCTURES: dict[str, Callable[[Problem], list[Part]]] = {
 
 
 def guarantee_of(structure: str) -> Guarantee:
-    """What a structure says of itself; nothing, if it is a plain function that somebody registered."""
+    """What a structure says of itself; nothing, if it is a plain function that somebody
+    registered.
+    """
     return getattr(STRUCTURES[structure], "guarantee", "approximation")
 
 
 def parts_of(structure: str, problem: Problem) -> list[Part]:
     """The parts of a named structure; every weight is in exactly one of them."""
     if structure not in STRUCTURES:
-        raise CurvatureError(f"unknown structure {structure!r}; choose one of {', '.join(STRUCTURES)}")
+        raise CurvatureError(
+            f"unknown structure {structure!r}; choose one of {', '.join(STRUCTURES)}"
+        )
     return STRUCTURES[structure](problem)

@@ -1,8 +1,10 @@
-"""What a curvature part is: a term of the log-determinant that covers some weights and needs only small statistics.
+"""What a curvature part is: a term of the log-determinant that covers some weights and needs only
+small statistics.
 
-A chunk of data gives `observations`; over chunks these are concatenated ("rows") or added ("sum"); `summarise` makes
-the small `statistics` of them, and `log_det_ratio` is a function of the statistics, the prior and the likelihood's
-mixing alone. `pull` is the way back: the cotangents of the statistics, for one chunk.
+A chunk of data gives `observations`; over chunks these are concatenated ("rows") or added ("sum");
+`summarise` makes the small `statistics` of them, and `log_det_ratio` is a function of the
+statistics, the prior and the likelihood's mixing alone. `pull` is the way back: the cotangents of
+the statistics, for one chunk.
 """
 
 from __future__ import annotations
@@ -22,20 +24,27 @@ if TYPE_CHECKING:
     from asdl_marglik.watch.planner import Plan
 
 Settled = Callable[[Tensor, Tensor], Tensor]  # (scale, log_precision) -> log-determinant
-Group = int | slice  # entry of the log precision vector that a weight shares, or its own entries (one per element)
+# entry of the log precision vector that a weight shares, or its own entries (one per element)
+Group = int | slice
 Groups = Mapping[str, Group]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: kept for all data together; working, for a moment, besides; per datum of a chunk while it is observed."""
+    """Bytes: kept for all data together; working, for a moment, besides; per datum of a chunk while
+    it is observed.
+    """
 
     kept: int = 0
     working: int = 0
     per_datum: int = 0
 
     def __add__(self, other: Memory) -> Memory:
-        return Memory(self.kept + other.kept, max(self.working, other.working), max(self.per_datum, other.per_datum))
+        return Memory(
+            self.kept + other.kept,
+            max(self.working, other.working),
+            max(self.per_datum, other.per_datum),
+        )
 
 
 class Part(ABC):
@@ -50,8 +59,14 @@ class Part(ABC):
         """What `observe` will ask of the chunk's output cotangents."""
 
     def pulls(self, plan: Plan) -> list[Request]:
-        """What `pull` will ask of them, where they are constants: the cotangents of inputs are made of them."""
-        moving = [name for name in self.names if any(plan.has_input[index] for index, _ in plan.uses_of[name])]
+        """What `pull` will ask of them, where they are constants: the cotangents of inputs are made
+        of them.
+        """
+        moving = [
+            name
+            for name in self.names
+            if any(plan.has_input[index] for index, _ in plan.uses_of[name])
+        ]
         return [(name, "all") for name in moving]
 
     @abstractmethod
@@ -60,9 +75,11 @@ class Part(ABC):
 
     @abstractmethod
     def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> Iterable[Tensor]:
-        """Observations of one chunk, without a graph, one per entry of `kinds`, possibly made one by one.
+        """Observations of one chunk, without a graph, one per entry of `kinds`, possibly made one
+        by one.
 
-        out: where "rows" will be kept; a part may write there at once and return it, to save a copy.
+        out: where "rows" will be kept; a part may write there at once and return it, to save a
+        copy.
         """
 
     def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
@@ -77,23 +94,38 @@ class Part(ABC):
 
     @abstractmethod
     def pull(
-        self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
+        self,
+        chunk: Chunk,
+        observations: list[Tensor],
+        bars: list[Tensor],
+        rows: slice,
+        log_precision: Tensor,
     ) -> None:
-        """Hand the chunk the cotangents of its part of the observations; `rows` are its data points."""
+        """Hand the chunk the cotangents of its part of the observations; `rows` are its data
+        points.
+        """
 
     @abstractmethod
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
-        """The log-determinant in float64: mixing [n, K, R] is still to be applied to "rows", scale multiplies H."""
+        """The log-determinant in float64: mixing [n, K, R] is still to be applied to "rows", scale
+        multiplies H.
+        """
 
     @abstractmethod
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        """Eigenvalues of H in float64, zeros possibly left out, for weights that share one precision."""
+        """Eigenvalues of H in float64, zeros possibly left out, for weights that share one
+        precision.
+        """
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        """`log_det_ratio` as a function of the prior, for many evaluations: what does not depend on it is done once."""
-        return lambda scale, log_precision: self.log_det_ratio(statistics, mixing, scale, log_precision)
+        """`log_det_ratio` as a function of the prior, for many evaluations: what does not depend on
+        it is done once.
+        """
+        return lambda scale, log_precision: self.log_det_ratio(
+            statistics, mixing, scale, log_precision
+        )
 
 
 def mix(rows: Tensor, mixing: Tensor | None) -> Tensor:
@@ -104,7 +136,9 @@ def mix(rows: Tensor, mixing: Tensor | None) -> Tensor:
 def inverse_precision(log_precision: Tensor, groups: Groups, sizes: Mapping[str, int]) -> Tensor:
     """Diagonal of P0^-1 for the listed weights [sum of sizes]."""
     parts = [
-        log_precision[groups[name]].expand(size) if isinstance(groups[name], int) else log_precision[groups[name]]
+        log_precision[groups[name]].expand(size)
+        if isinstance(groups[name], int)
+        else log_precision[groups[name]]
         for name, size in sizes.items()
     ]
     return torch.exp(-torch.cat([p.reshape(-1) for p in parts]))

@@ -1,1 +1,3 @@
-"""Two passes over the data: small statistics first, exact gradients of anything made of them second."""
+"""Two passes over the data: small statistics first, exact gradients of anything made of them
+second.
+"""

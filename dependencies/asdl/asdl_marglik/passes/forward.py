@@ -1,9 +1,11 @@
-"""One forward pass over a few data points: gives Jacobian rows and Kronecker factors, and takes their cotangents back.
+"""One forward pass over a few data points: gives Jacobian rows and Kronecker factors, and takes
+their cotangents back.
 
-The second half is the exact pull-back of the two-pass scheme: the cotangents of rows become cotangents of each
-operation's input `a` and output gradient `g` (rows are bilinear in them), and one autograd call carries all of
-them, together with those of the outputs, to the hyperparameters. For a piecewise linear network `g` does not depend
-on the input almost everywhere, so its part of the graph need not exist.
+The second half is the exact pull-back of the two-pass scheme: the cotangents of rows become
+cotangents of each operation's input `a` and output gradient `g` (rows are bilinear in them), and
+one autograd call carries all of them, together with those of the outputs, to the hyperparameters.
+For a piecewise linear network `g` does not depend on the input almost everywhere, so its part of
+the graph need not exist.
 """
 
 from __future__ import annotations
@@ -21,28 +23,39 @@ from asdl_marglik.passes.scratch import Scratch
 from asdl_marglik.rules.base import Wanted, pull_by_autograd
 from asdl_marglik.watch import persample
 from asdl_marglik.watch.linearity import piecewise_linear
-from asdl_marglik.watch.model import Inputs, checked_outputs, copied, map_inputs, tensors_of, versions
+from asdl_marglik.watch.model import (
+    Inputs,
+    checked_outputs,
+    copied,
+    map_inputs,
+    taken,
+    tensors_of,
+    versions,
+)
 from asdl_marglik.watch.record import Recorder
 
 if TYPE_CHECKING:
     from asdl_marglik.watch.planner import Plan
 
 
-# How the factors of a weight treat augmented copies and shared positions: keep all of them; average (sum) over copies;
-# average (sum) over copies and positions
+# How the factors of a weight treat augmented copies and shared positions: keep all of them; average
+# (sum) over copies; average (sum) over copies and positions
 Form = Literal["all", "expand", "reduce"]
-# what will be asked of a weight's output cotangents; "weighted": their sum over seeds, with weights for each datum
+# what will be asked of a weight's output cotangents; "weighted": their sum over seeds, with weights
+# for each datum
 Request = tuple[str, Form | Literal["rows", "weighted"]]
-# Whether output cotangents keep a graph: never; always, as where they depend on hyperparameters otherwise than through
-# the inputs; or where the inputs move them, which the graph of the outputs tells
+# Whether output cotangents keep a graph: never; always, as where they depend on hyperparameters
+# otherwise than through the inputs; or where the inputs move them, which the graph of the outputs
+# tells
 Differentiate = Literal["never", "always", "where needed"]
 
 
 class Chunk:
-    """The recorded pass of data points x [n, A, ...]; outputs f [n, C] are averaged over the A copies.
+    """The recorded pass of data points x [n, A, ...]; outputs f [n, C] are averaged over the A
+    copies.
 
-    requests: all that will be asked of the output cotangents, if known: then only as much of them is kept. pulls: what
-    the way back will ask of them besides.
+    requests: all that will be asked of the output cotangents, if known: then only as much of them
+    is kept. pulls: what the way back will ask of them besides.
     """
 
     def __init__(
@@ -62,7 +75,9 @@ class Chunk:
         recorder, outputs = self._recorded()
         self.f = outputs.reshape(self.n, self.copies, -1).mean(1)
         self._uses = plan.matched(recorder, self.n * self.copies)
-        self.differentiable = differentiate == "always" or (differentiate == "where needed" and not self._linear())
+        self.differentiable = differentiate == "always" or (
+            differentiate == "where needed" and not self._linear()
+        )
         f = self.f if self.differentiable else self.f.detach()
         self.seeds = selection.seeds(f).to(f.dtype)
         self.mixing = selection.weights(self.f)  # stays in the graph of the outputs
@@ -84,7 +99,8 @@ class Chunk:
             outputs = self.plan.model(copied(x) if self.plan.writes_inputs else x)
         if versions(tensors) != before:
             raise CurvatureError(
-                "the model changes its input in place, for these data though not for the first ones, and has "
+                "the model changes its input in place, for these data though not for the first "
+                "ones, and has "
                 "overwritten it; use out-of-place operations on the input"
             )
         return recorder, checked_outputs(outputs, self.n * self.copies)
@@ -95,7 +111,9 @@ class Chunk:
         if not leaves or not self.f.requires_grad:
             return True
         edges = [use.edge for use, _ in self._uses]
-        sources = [get_gradient_edge(t).node for t in leaves] + [edge.node for edge in edges if edge is not None]
+        sources = [get_gradient_edge(t).node for t in leaves] + [
+            edge.node for edge in edges if edge is not None
+        ]
         return piecewise_linear(self.f, sources)
 
     @property
@@ -109,7 +127,9 @@ class Chunk:
 
     @property
     def _cotangents(self) -> dict[int, Tensor]:
-        """Output cotangents [n, K, Q, ...] of the uses; computed when first asked for, one seed after the other."""
+        """Output cotangents [n, K, Q, ...] of the uses; computed when first asked for, one seed
+        after the other.
+        """
         if self._computed is None:
             made, whole = self._needed()
             needed = whole.union(index for index, *_ in made)
@@ -120,7 +140,11 @@ class Chunk:
                     found = self._backward(self.seeds[:, k], needed, self.differentiable)
                 for index, role, what in made:
                     g = found[index].unsqueeze(1)
-                    piece = self._rows(index, role, g) if what == "rows" else self._positions(index, role, g, what)
+                    piece = (
+                        self._rows(index, role, g)
+                        if what == "rows"
+                        else self._positions(index, role, g, what)
+                    )
                     pieces.setdefault((index, role, what), []).append(piece)
                 for index in whole & found.keys():
                     by_seed.setdefault(index, []).append(found.pop(index))
@@ -131,7 +155,9 @@ class Chunk:
         return self._computed
 
     def _needed(self) -> tuple[list[tuple[int, str, Form | Literal["rows"]]], set[int]]:
-        """What to make of the cotangents at once because it is smaller, and the uses whose cotangents stay."""
+        """What to make of the cotangents at once because it is smaller, and the uses whose
+        cotangents stay.
+        """
         if self._requests is None or self.differentiable:
             return [], set(range(len(self._uses)))
         made: dict[tuple[int, str, Form | Literal["rows"]], None] = {}
@@ -142,12 +168,15 @@ class Chunk:
                 size = self._uses[index][0].shape.numel() // (self.n * self.copies)
                 if what == "weighted":
                     weighted.add(index)
-                elif what == "reduce" or (what == "rows" and self.plan.weights[name].numel() < size):
+                elif what == "reduce" or (
+                    what == "rows" and self.plan.weights[name].numel() < size
+                ):
                     made[index, role, what] = None
                 else:
                     whole.add(index)
-        # a weighted sum takes a backward pass down to its use, on average half of one: too many of them are made of the
-        # cotangents of all seeds instead, and any number if these are needed anyway
+        # a weighted sum takes a backward pass down to its use, on average half of one: too many of
+        # them are made of the cotangents of all seeds instead, and any number if these are needed
+        # anyway
         return list(made), whole if not whole and len(weighted) <= 2 * self.k else whole | weighted
 
     def _input(self, index: int) -> Tensor | None:
@@ -159,8 +188,14 @@ class Chunk:
         return None if aligned is None else layout.standard(aligned, self.n * self.copies, self.n)
 
     def _backward(self, seed: Tensor, needed: set[int], create_graph: bool) -> dict[int, Tensor]:
-        """The standardised output cotangents of the planned uses among `needed`, for one seed per datum [n, C]."""
-        planned = {i: (use, layout) for i, (use, layout) in enumerate(self._uses) if layout is not None and i in needed}
+        """The standardised output cotangents of the planned uses among `needed`, for one seed per
+        datum [n, C].
+        """
+        planned = {
+            i: (use, layout)
+            for i, (use, layout) in enumerate(self._uses)
+            if layout is not None and i in needed
+        }
         if not planned:
             return {}
         edges = [cast(GradientEdge, use.edge) for use, _ in planned.values()]
@@ -170,7 +205,8 @@ class Chunk:
         found = {}
         for (i, (use, layout)), g in zip(planned.items(), cotangents, strict=True):
             use.call.options["axis"] = layout.axis
-            g = self.f.new_zeros(use.shape) if g is None else g  # None: the outputs do not depend on this use
+            # None: the outputs do not depend on this use
+            g = self.f.new_zeros(use.shape) if g is None else g
             found[i] = layout.standard(g, self.n * self.copies, self.n)
         return found
 
@@ -182,14 +218,18 @@ class Chunk:
         self.f, self.mixing = self.f.detach(), _detached(self.mixing)
 
     def rows(self, name: str, out: Tensor | None = None) -> Tensor:
-        """Jacobian rows [n, K, *shape] of one weight, one per seed, without a graph; written to `out` if given."""
+        """Jacobian rows [n, K, *shape] of one weight, one per seed, without a graph; written to
+        `out` if given.
+        """
         if name in self.plan.persample:
             rows = self._persample_rows()[name]
             return rows if out is None else out.copy_(rows)
         total: Tensor | None = None
         for index, role in self.plan.uses_of[name]:
             made = self._made_of(index, role, "rows")
-            rows = self._rows(index, role, self._cotangents[index].detach()) if made is None else made
+            rows = (
+                self._rows(index, role, self._cotangents[index].detach()) if made is None else made
+            )
             total = rows if total is None else total + rows
         assert total is not None
         return total if out is None else out.copy_(total)
@@ -204,7 +244,9 @@ class Chunk:
         return use.rule.rows(use.call, role, _detached(self._inputs[index]), g)
 
     def pull_rows(self, name: str, bar: Tensor) -> None:
-        """Take the cotangent [n, K, *shape] of `rows(name)` back to the operations' inputs and output cotangents."""
+        """Take the cotangent [n, K, *shape] of `rows(name)` back to the operations' inputs and
+        output cotangents.
+        """
         if name in self.plan.persample:
             self._persample_bars[name] = bar.clone()  # it may be scratch
             return
@@ -213,14 +255,20 @@ class Chunk:
             if any(wanted):
                 use, _ = self._uses[index]
                 a, g = _detached(self._inputs[index]), self._cotangents.get(index)
-                if g is None:  # rows are linear in the cotangents: one weighted sum of them serves all seeds
+                # rows are linear in the cotangents: one weighted sum of them serves all seeds
+                if g is None:
                     seed = torch.einsum("nk,nkc->nc", bar.flatten(1), self.seeds)
-                    g, bar = self._backward(seed, {index}, False)[index].unsqueeze(1), torch.ones_like(bar[:, :1])
+                    g, bar = (
+                        self._backward(seed, {index}, False)[index].unsqueeze(1),
+                        torch.ones_like(bar[:, :1]),
+                    )
                 a_bar, g_bar = use.rule.pull_rows(use.call, role, a, g.detach(), bar, wanted)
                 self._push_pair(index, (_apart(a_bar, bar), _apart(g_bar, bar)))
 
     def _wanted(self, index: int, of_cotangents: bool = True) -> Wanted:
-        """Whether a use's input, and its output cotangents, depend on anything that is differentiated."""
+        """Whether a use's input, and its output cotangents, depend on anything that is
+        differentiated.
+        """
         a = self._inputs[index]
         g = of_cotangents and self.differentiable and self._cotangents[index].requires_grad
         return a is not None and a.requires_grad, g
@@ -233,7 +281,9 @@ class Chunk:
             self._push(self._cotangents[index], g_bar)
 
     def input_moment(self, name: str, *, double: bool = False) -> Tensor:
-        """Mean over copies, then sum of outer products of the patches [groups, D, D], over all uses of a weight."""
+        """Mean over copies, then sum of outer products of the patches [groups, D, D], over all uses
+        of a weight.
+        """
         moments = []
         for index, role in self.plan.uses_of[name]:
             use, mean = self._uses[index][0], self._mean_input(index).detach()
@@ -244,8 +294,15 @@ class Chunk:
         for index, role in self.plan.uses_of[name]:
             if self._wanted(index, of_cotangents=False)[0]:
                 use, mean = self._uses[index][0], self._mean_input(index).detach()
-                a_bar = use.rule.pull_moment(use.call, role, mean.to(bar.dtype), bar).to(mean.dtype) / self.copies
-                a_bar = a_bar.unsqueeze(1).expand(-1, self.copies, *[-1] * (a_bar.dim() - 1)).flatten(1, 2)
+                a_bar = (
+                    use.rule.pull_moment(use.call, role, mean.to(bar.dtype), bar).to(mean.dtype)
+                    / self.copies
+                )
+                a_bar = (
+                    a_bar.unsqueeze(1)
+                    .expand(-1, self.copies, *[-1] * (a_bar.dim() - 1))
+                    .flatten(1, 2)
+                )
                 self._push_pair(index, (a_bar, None))
 
     def _mean_input(self, index: int) -> Tensor:
@@ -257,7 +314,9 @@ class Chunk:
         """Shared positions T of a weight's uses together, per input."""
         weight, batch = self.plan.weights[name], self.n * self.copies
         outputs = weight.shape[self._uses[self.plan.uses_of[name][0][0]][0].rule.output_axis]
-        return sum(self._uses[index][0].shape.numel() for index, _ in self.plan.uses_of[name]) // (batch * outputs)
+        return sum(self._uses[index][0].shape.numel() for index, _ in self.plan.uses_of[name]) // (
+            batch * outputs
+        )
 
     def input_factors(self, name: str, form: Form) -> list[Tensor | None]:
         """For every use of a weight, its patches [n, T, groups, D]; None for a bias."""
@@ -283,7 +342,11 @@ class Chunk:
             patches = rule.patches(use.call, role, a)
         else:  # patches are linear in the input: averaging copies first is the same and cheaper
             a = a.unflatten(1, (self.copies, -1)).mean(1)
-            patches = rule.patches(use.call, role, a) if form == "expand" else rule.mean_patch(use.call, role, a)
+            patches = (
+                rule.patches(use.call, role, a)
+                if form == "expand"
+                else rule.mean_patch(use.call, role, a)
+            )
         if patches is None:
             return None
         patches = patches.flatten(1, 2)
@@ -293,12 +356,20 @@ class Chunk:
         use, _ = self._uses[index]
         if form != "all":
             g = g.unflatten(2, (self.copies, -1)).sum(2)
-        positions = use.rule.positions(use.call, role, g.flatten(0, 1)).flatten(1, 2).unflatten(0, g.shape[:2])
+        positions = (
+            use.rule.positions(use.call, role, g.flatten(0, 1))
+            .flatten(1, 2)
+            .unflatten(0, g.shape[:2])
+        )
         return positions.sum(2, keepdim=True) if form == "reduce" else positions
 
-    def pull_factors(self, name: str, form: Form, bars: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+    def pull_factors(
+        self, name: str, form: Form, bars: Sequence[tuple[Tensor | None, Tensor | None]]
+    ) -> None:
         """Take the cotangents of the factors back, use by use: (of patches, of positions)."""
-        for (index, role), (patches_bar, positions_bar) in zip(self.plan.uses_of[name], bars, strict=True):
+        for (index, role), (patches_bar, positions_bar) in zip(
+            self.plan.uses_of[name], bars, strict=True
+        ):
             if patches_bar is not None and self._wanted(index, of_cotangents=False)[0]:
 
                 def patches(a: Tensor, _: None, index: int = index, role: str = role) -> Tensor:
@@ -306,14 +377,21 @@ class Chunk:
                     assert found is not None  # it had a cotangent
                     return found
 
-                self._push_pair(index, pull_by_autograd(patches, self._inputs[index], None, patches_bar, (True, False)))
+                self._push_pair(
+                    index,
+                    pull_by_autograd(
+                        patches, self._inputs[index], None, patches_bar, (True, False)
+                    ),
+                )
             if positions_bar is not None and self._wanted(index)[1]:
 
                 def positions(_: None, g: Tensor, index: int = index, role: str = role) -> Tensor:
                     return self._positions(index, role, g, form)
 
                 g = self._cotangents[index]
-                self._push_pair(index, pull_by_autograd(positions, None, g, positions_bar, (False, True)))
+                self._push_pair(
+                    index, pull_by_autograd(positions, None, g, positions_bar, (False, True))
+                )
 
     def pull_mixing(self, bar: Tensor | None) -> None:
         """Take the cotangent of `weights()` back."""
@@ -335,9 +413,14 @@ class Chunk:
                 bars_i = {name: bar[i] for name, bar in self._persample_bars.items()}
                 names = {name: self.plan.weights[name] for name in bars_i}
                 gradients = persample.pull(
-                    self.plan.model, names, map_inputs(lambda t, i=i: t[i], self.x), i,  # type: ignore[misc]
-                    self._seeds_of, bars_i, leaves,
-                )  # fmt: skip
+                    self.plan.model,
+                    names,
+                    taken(self.x, i),
+                    i,
+                    self._seeds_of,
+                    bars_i,
+                    leaves,
+                )
                 total = [t + g for t, g in zip(total, gradients, strict=True)]
         return total
 
@@ -367,7 +450,9 @@ def _stacked(by_seed: list[Tensor]) -> Tensor:
 
 def _apart(t: Tensor | None, scratch: Tensor) -> Tensor | None:
     """A copy, if it is a view of memory that will be used again."""
-    shared = t is not None and t.untyped_storage().data_ptr() == scratch.untyped_storage().data_ptr()
+    shared = (
+        t is not None and t.untyped_storage().data_ptr() == scratch.untyped_storage().data_ptr()
+    )
     return t.clone() if shared and t is not None else t
 
 

@@ -1,4 +1,6 @@
-"""How the passes are laid out in memory: inputs per chunk, what stays between the passes, and whether it fits."""
+"""How the passes are laid out in memory: inputs per chunk, what stays between the passes, and
+whether it fits.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from asdl_marglik.curvature.structure import Problem, parts_of
 from asdl_marglik.curvature.term import Memory, Part
 
 CHUNK_BYTES = 3 * 2**26  # activations of one chunk
-SMALLEST_CHUNK, LARGEST_CHUNK = 16, 512  # inputs; convolutions are inefficient below, caches overflow above
+# inputs; convolutions are inefficient below, caches overflow above
+SMALLEST_CHUNK, LARGEST_CHUNK = (
+    16,
+    512,
+)
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,19 @@ class Arrangement:
 
 
 def arrange(
-    problem: Problem, parts: Sequence[Part], *, again: bool, budget: float, spend: bool = False,
+    problem: Problem,
+    parts: Sequence[Part],
+    *,
+    again: bool,
+    budget: float,
+    spend: bool = False,
     chunk: int | None = None,
-) -> Arrangement:  # fmt: skip
+) -> Arrangement:
     """The fastest layout within the budget, or the smallest there is.
 
-    again: a second pass will follow. spend: use what is left of the budget to recompute less in it; otherwise memory
-    does not grow with the number of augmented copies. chunk: inputs per chunk, if that is fixed.
+    again: a second pass will follow. spend: use what is left of the budget to recompute less in it;
+    otherwise memory does not grow with the number of augmented copies. chunk: inputs per chunk, if
+    that is fixed.
     """
     memory = sum((part.memory(problem) for part in parts), Memory())
     inputs, outputs = problem.plan.bytes_of_uses
@@ -40,7 +52,8 @@ def arrange(
     seeds = problem.rows_per_datum if again else min(2, problem.rows_per_datum)
     per_input = problem.plan.bytes_per_input + seeds * outputs + memory.per_datum // problem.copies
     size = chunk or min(max(CHUNK_BYTES // per_input, SMALLEST_CHUNK), LARGEST_CHUNK)
-    working = memory.working + 2 * problem.element * sum(problem.sizes.values())  # gradients, and room to breathe
+    # gradients, and room to breathe
+    working = memory.working + 2 * problem.element * sum(problem.sizes.values())
     kept, defer = memory.kept, False
     all_inputs = n_inputs * (inputs + problem.rows_per_datum * outputs)
     if problem.fast.deferred_rows and not again and all_inputs < memory.kept:
@@ -63,7 +76,10 @@ def largest_fitting(structure: str, problem: Problem, *, again: bool, budget: fl
     while low < high:
         n = (low + high + 1) // 2
         smaller = replace(problem, n_data=n)
-        fits = arrange(smaller, parts_of(structure, smaller), again=again, budget=budget).bytes <= budget
+        fits = (
+            arrange(smaller, parts_of(structure, smaller), again=again, budget=budget).bytes
+            <= budget
+        )
         low, high = (n, high) if fits else (low, n - 1)
     return low
 
@@ -76,4 +92,7 @@ def free_memory(device: torch.device) -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return float("inf")
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), float("inf"))
+    return next(
+        (1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")),
+        float("inf"),
+    )

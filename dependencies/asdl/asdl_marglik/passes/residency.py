@@ -1,9 +1,10 @@
 """What stays in memory while the first pass goes over the chunks.
 
-`Collected` keeps the observations of every part: all that a second pass may need, and little where observations are
-sums. `Deferred` keeps, of every chunk, the inputs and output cotangents of the operations instead, and makes the
-observations at the end, one after the other: the rows of all weights are never in memory together. It serves where no
-second pass follows and what it keeps is smaller than the rows.
+`Collected` keeps the observations of every part: all that a second pass may need, and little where
+observations are sums. `Deferred` keeps, of every chunk, the inputs and output cotangents of the
+operations instead, and makes the observations at the end, one after the other: the rows of all
+weights are never in memory together. It serves where no second pass follows and what it keeps is
+smaller than the rows.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ class Residency(ABC):
 
     @abstractmethod
     def observations(self) -> Iterator[Iterable[Tensor]]:
-        """For every part, its observations of all data; each may be used only until the next is asked for."""
+        """For every part, its observations of all data; each may be used only until the next is
+        asked for.
+        """
 
 
 class Collected(Residency):
-    """Observations of every part as they come: "rows" side by side in one buffer, "sum" added up."""
+    """Observations of every part as they come: "rows" side by side in one buffer, "sum" added
+    up.
+    """
 
     def __init__(self, parts: Sequence[Part], n_data: int):
         self._parts, self._n_data, self._count = parts, n_data, 0

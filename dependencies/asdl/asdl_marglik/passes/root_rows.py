@@ -1,4 +1,6 @@
-"""Which rows of U^T J are wanted: seeds for the backward passes, and the mixing of their results."""
+"""Which rows of U^T J are wanted: seeds for the backward passes, and the mixing of their
+results.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch import Tensor
 
 
 class RootRows(Protocol):
-    """Which rows of U^T J are wanted: row r of datum i is  sum_k weights[i, k, r] * seeds[i, k] . J_i."""
+    """Which rows of U^T J are wanted: row r of datum i is  sum_k weights[i, k, r] * seeds[i, k] .
+    J_i.
+    """
 
     seeds_follow_outputs: bool  # whether the seeds depend on the outputs (else they are constants)
 
@@ -22,7 +26,9 @@ class RootRows(Protocol):
 
 @dataclass
 class Selection:
-    """The rows wanted of a chunk: a rule for rows, with the targets and columns it is applied to."""
+    """The rows wanted of a chunk: a rule for rows, with the targets and columns it is applied
+    to.
+    """
 
     rule: RootRows
     y: Tensor

@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 class Scratch:
-    """One piece of memory for large intermediates, used again and again: fresh pages cost more than arithmetic."""
+    """One piece of memory for large intermediates, used again and again: fresh pages cost more than
+    arithmetic.
+    """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None

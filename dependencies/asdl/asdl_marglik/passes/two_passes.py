@@ -1,10 +1,12 @@
-"""Two passes over the data: small statistics first, exact gradients of anything computed from them second.
+"""Two passes over the data: small statistics first, exact gradients of anything computed from them
+second.
 
-Pass 1 runs chunk by chunk without keeping a graph and leaves the outputs and small statistics, as the results of one
-autograd node. Whatever is computed from those (log-determinant, likelihood) is ordinary small-space autograd. When a
-gradient comes back to the node, pass 2 runs the chunks again with a graph, one at a time, and pulls the cotangents of
-the statistics through. Exact, and the memory of one chunk plus what the parts keep. If only the prior or the noise is
-differentiated, no gradient reaches the node and pass 2 never runs.
+Pass 1 runs chunk by chunk without keeping a graph and leaves the outputs and small statistics, as
+the results of one autograd node. Whatever is computed from those (log-determinant, likelihood) is
+ordinary small-space autograd. When a gradient comes back to the node, pass 2 runs the chunks again
+with a graph, one at a time, and pulls the cotangents of the statistics through. Exact, and the
+memory of one chunk plus what the parts keep. If only the prior or the noise is differentiated, no
+gradient reaches the node and pass 2 never runs.
 """
 
 from __future__ import annotations
@@ -39,12 +41,14 @@ from asdl_marglik.watch.model import (
     map_inputs,
     seed_all,
     seeded,
+    taken,
     tensors_of,
 )
 from asdl_marglik.watch.planner import Plan
 
 Batch = tuple[Inputs, Tensor, Tensor]  # inputs, targets, columns [n, K]
-ALIKE = 1e-4  # relative difference of two computations of the same; other random numbers differ by far more
+# relative difference of two computations of the same; other random numbers differ by far more
+ALIKE = 1e-4
 
 
 @dataclass
@@ -64,7 +68,9 @@ class Passes:
     differentiate_augmentation: bool = True
     fast: FastPaths = ALL
     reuse: bool = False  # keep the first pass: later evaluations only look at prior and likelihood
-    instead: Callable[..., tuple[list[Tensor], list[Tensor]]] | None = None  # of the second pass, with its arguments
+    instead: Callable[..., tuple[list[Tensor], list[Tensor]]] | None = (
+        None  # of the second pass, with its arguments
+    )
     targets: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
     _fingerprints: list[Tensor] = field(default_factory=list)  # of the inputs of each batch
@@ -129,20 +135,36 @@ class Passes:
         return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
     def _chunk(
-        self, copies: Inputs, own: slice, y: Tensor, columns: Tensor, *, with_graph: bool, observe: bool
+        self,
+        copies: Inputs,
+        own: slice,
+        y: Tensor,
+        columns: Tensor,
+        *,
+        with_graph: bool,
+        observe: bool,
     ) -> Chunk:
-        """The pass over some data points, to observe, `with_graph` if cotangents will be taken back through it."""
-        x = map_inputs(lambda t: t.detach(), _take(copies, own))
+        """The pass over some data points, to observe, `with_graph` if cotangents will be taken back
+        through it.
+        """
+        x = map_inputs(lambda t: t.detach(), taken(copies, own))
         if with_graph and self.augment_leaves:
             x = map_inputs(lambda t: t.requires_grad_(t.is_floating_point()), x)
         seed_all(self.seed, self.plan.device)
         with torch.enable_grad():
             return Chunk(
-                self.plan, x, Selection(self.rule, y[own], columns[own]),
-                differentiate=self._differentiate if with_graph else "never", scratch=self._scratch,
-                requests=[request for part in self.parts for request in part.requests()] if observe else [],
-                pulls=[request for part in self.parts for request in part.pulls(self.plan)] if with_graph else [],
-            )  # fmt: skip
+                self.plan,
+                x,
+                Selection(self.rule, y[own], columns[own]),
+                differentiate=self._differentiate if with_graph else "never",
+                scratch=self._scratch,
+                requests=[request for part in self.parts for request in part.requests()]
+                if observe
+                else [],
+                pulls=[request for part in self.parts for request in part.pulls(self.plan)]
+                if with_graph
+                else [],
+            )
 
     def first(self, log_precision: Tensor, *, keep: bool, again: bool) -> list[Tensor]:
         """Outputs [N, C], then the statistics of every part.
@@ -176,7 +198,9 @@ class Passes:
                 kept = self.arrangement.kept_chunks if again and block else 0
                 stay = {own.start for own in slices[max(0, len(slices) - kept) :]}
                 for own in slices:
-                    chunk = self._chunk(copies, own, y, columns, with_graph=own.start in stay, observe=True)
+                    chunk = self._chunk(
+                        copies, own, y, columns, with_graph=own.start in stay, observe=True
+                    )
                     outputs.append(chunk.f.detach())
                     held.add(chunk)
                     if own.start in stay:
@@ -185,9 +209,11 @@ class Passes:
                 count += len(y)
             if count != self.n_data:
                 raise CurvatureError(
-                    f"the loader gave {count} data points in all, but n_data={self.n_data}; the two must agree"
+                    f"the loader gave {count} data points in all, but n_data={self.n_data}; the "
+                    f"two must agree"
                 )
-            f = torch.cat(outputs)  # looked at once: asking for every chunk would keep a GPU waiting
+            # looked at once: asking for every chunk would keep a GPU waiting
+            f = torch.cat(outputs)
             check_finite(inputs_finite, f, self.plan.model, self._all_copies)
             self._outputs = f if again else None
             results = [f, *self._summarise(held.observations(), log_precision)]
@@ -197,8 +223,12 @@ class Passes:
             self._results = results
         return results
 
-    def _summarise(self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor) -> list[Tensor]:
-        statistics = [p.summarise(o, log_precision) for p, o in zip(self.parts, observations, strict=True)]
+    def _summarise(
+        self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor
+    ) -> list[Tensor]:
+        statistics = [
+            p.summarise(o, log_precision) for p, o in zip(self.parts, observations, strict=True)
+        ]
         self._counts = [len(s) for s in statistics]
         return [s for part in statistics for s in part]
 
@@ -222,7 +252,8 @@ class Passes:
         """Gradients in the network leaves and in the augmentation's parameters."""
         if not self.unchanged:
             raise CurvatureError(
-                "parameters were changed between the evidence and its backward pass, which would mix old and new "
+                "parameters were changed between the evidence and its backward pass, which would "
+                "mix old and new "
                 "values; call backward before any optimiser step"
             )
         try:
@@ -231,8 +262,10 @@ class Passes:
             if "derivative" not in str(error) or "not implemented" not in str(error):
                 raise
             raise CurvatureError(
-                f"the network uses an operation that torch cannot differentiate twice ({error}); gradients in an "
-                "augmentation or in hyperparameters inside the network need that: write it with other operations, or "
+                f"the network uses an operation that torch cannot differentiate twice ({error}); "
+                f"gradients in an "
+                "augmentation or in hyperparameters inside the network need that: write it with "
+                "other operations, or "
                 "learn prior, noise and temperature only"
             ) from error
 
@@ -252,17 +285,24 @@ class Passes:
                 if self._copy_fingerprints:
                     same_copies.append(_alike(fingerprint(copies), self._copy_fingerprints[index]))
                 copies_bar = [torch.zeros_like(t) for t in tensors_of(copies) if t.requires_grad]
-                for own in reversed(self._slices(copies)):  # chunks kept from the first pass come first, and go
+                # chunks kept from the first pass come first, and go
+                for own in reversed(self._slices(copies)):
                     chunk = self._kept.pop(own.start, None) if index == 0 else None
-                    chunk = chunk or self._chunk(copies, own, y, columns, with_graph=True, observe=False)
+                    chunk = chunk or self._chunk(
+                        copies, own, y, columns, with_graph=True, observe=False
+                    )
                     moving = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)
                     leaves = [leaf for leaf, copy in moving if copy.requires_grad]
                     span = slice(count + own.start, count + own.stop)
                     if self._outputs is not None:
                         same_outputs.append(_alike(chunk.f.detach(), self._outputs[span]))
-                    for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
+                    for part, observations, part_bars in zip(
+                        self.parts, self._observations, bars, strict=True
+                    ):
                         part.pull(chunk, observations, part_bars, span, log_precision)
-                    found = chunk.finish(None if f_bar is None else f_bar[span], [*self.network_leaves, *leaves])
+                    found = chunk.finish(
+                        None if f_bar is None else f_bar[span], [*self.network_leaves, *leaves]
+                    )
                     for total, gradient in zip(totals, found[: len(totals)], strict=True):
                         total += gradient
                     for total, gradient in zip(copies_bar, found[len(totals) :], strict=True):
@@ -270,7 +310,9 @@ class Passes:
                     del chunk, found
                 if copies_bar:
                     outputs = [t for t in tensors_of(copies) if t.requires_grad]
-                    found_augment = torch.autograd.grad(outputs, self.augment_leaves, copies_bar, allow_unused=True)
+                    found_augment = torch.autograd.grad(
+                        outputs, self.augment_leaves, copies_bar, allow_unused=True
+                    )
                     for total, gradient in zip(augment_totals, found_augment, strict=True):
                         if gradient is not None:
                             total += gradient
@@ -284,8 +326,10 @@ class Passes:
             raise CurvatureError(_OTHER_OUTPUTS)
         if not torch.stack([t.isfinite().all() for t in (*totals, *augment_totals)]).all():
             raise CurvatureError(
-                "a gradient is NaN or infinite although the evidence is finite: the network has no second derivative "
-                "at some input (a norm or a square root of exactly zero?); add a small constant there"
+                "a gradient is NaN or infinite although the evidence is finite: the network has no "
+                "second derivative "
+                "at some input (a norm or a square root of exactly zero?); add a small constant "
+                "there"
             )
         return totals, augment_totals
 
@@ -296,7 +340,9 @@ class Passes:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the parameters are still those of the first pass, as far as it was to be followed by another."""
+        """Whether the parameters are still those of the first pass, as far as it was to be followed
+        by another.
+        """
         return self._checksum is None or torch.equal(checksum(self._parameters()), self._checksum)
 
     @contextmanager
@@ -323,29 +369,38 @@ class Passes:
 
 
 _OTHER_BATCHES = (
-    "the loader gave other batches in the second pass than in the first; gradients need the same data in the same "
+    "the loader gave other batches in the second pass than in the first; gradients need the same "
+    "data in the same "
     "order: use shuffle=False (any fixed order will do)"
 )
 
 
 _OTHER_COPIES = (
-    "the augmentation made other copies in the second pass than in the first; only torch's global generators are "
-    "seeded for it: draw random numbers from them (torch.rand without generator=), not from numpy, random or a "
+    "the augmentation made other copies in the second pass than in the first; only torch's global "
+    "generators are "
+    "seeded for it: draw random numbers from them (torch.rand without generator=), not from numpy, "
+    "random or a "
     "generator of its own"
 )
 _OTHER_OUTPUTS = (
-    "the model gave other outputs in the second pass than in the first; only torch's global generators are seeded for "
-    "it, and its state must stay as it is until backward: no random numbers from elsewhere, no buffers that change"
+    "the model gave other outputs in the second pass than in the first; only torch's global "
+    "generators are seeded for "
+    "it, and its state must stay as it is until backward: no random numbers from elsewhere, no "
+    "buffers that change"
 )
 
 
 class _TwoPasses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passes: Passes, log_precision: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, passes: Passes, log_precision: Tensor, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.passes = passes
         ctx.save_for_backward(log_precision)
         again = any(ctx.needs_input_grad[2:])
-        return tuple(passes.first(log_precision.detach(), keep=any(ctx.needs_input_grad), again=again))
+        return tuple(
+            passes.first(log_precision.detach(), keep=any(ctx.needs_input_grad), again=again)
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -365,14 +420,18 @@ class _TwoPasses(torch.autograd.Function):
 
 
 def statistics(passes: Passes, log_precision: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-    """Outputs f [N, C] and the statistics of every part, differentiable in all hyperparameters of the forward pass."""
+    """Outputs f [N, C] and the statistics of every part, differentiable in all hyperparameters of
+    the forward pass.
+    """
     precision = log_precision if passes.summary_depends_on_precision else log_precision.detach()
     f, *flat = _TwoPasses.apply(passes, precision, *passes.network_leaves, *passes.augment_leaves)
     return f, passes.split(flat)
 
 
 def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
-    """The module's copies [n, A, ...] of x [n, ...], with random draws that depend on `seed` alone."""
+    """The module's copies [n, A, ...] of x [n, ...], with random draws that depend on `seed`
+    alone.
+    """
     n, device = len(tensors_of(x)[0]), tensors_of(x)[0].device
     with seeded(seed, device):
         copies = augment(copied(x))  # which may write to its input
@@ -380,17 +439,16 @@ def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
         if t.dim() != original.dim() + 1 or t.shape[0] != n:
             raise CurvatureError(
                 "the augmentation must turn inputs [n, ...] into copies [n, A, ...]; from "
-                f"{tuple(original.shape)} it made {tuple(t.shape)}; for a single copy return x.unsqueeze(1)"
+                f"{tuple(original.shape)} it made {tuple(t.shape)}; for a single copy return "
+                f"x.unsqueeze(1)"
             )
     return copies
 
 
 def _alike(found: Tensor, expected: Tensor) -> Tensor:
-    """Whether two computations of the same gave the same, up to rounding; as a tensor that is not waited for."""
+    """Whether two computations of the same gave the same, up to rounding; as a tensor that is not
+    waited for.
+    """
     if found.shape != expected.shape:
         return torch.zeros((), dtype=torch.bool, device=found.device)
     return ((found - expected).abs() <= ALIKE * expected.abs().max()).all()
-
-
-def _take(x: Inputs, own: slice) -> Inputs:
-    return map_inputs(lambda t: t[own], x)

@@ -1,6 +1,8 @@
-"""Processes that work together: a few collectives of torch.distributed, each with the name of the step it belongs to.
+"""Processes that work together: a few collectives of torch.distributed, each with the name of the
+step it belongs to.
 
-Every rank has to make the same calls in the same order. What is reduced or gathered is bitwise the same on all ranks.
+Every rank has to make the same calls in the same order. What is reduced or gathered is bitwise the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class RanksError(CurvatureError):
 
 
 class Ranks:
-    """The ranks of a process group, which has to be initialised (`torchrun` and `init_process_group`).
+    """The ranks of a process group, which has to be initialised (`torchrun` and
+    `init_process_group`).
 
     group: of torch.distributed; None for all processes.
     """
@@ -71,15 +74,20 @@ class Ranks:
         """All n entries along the first axis, of which each rank has those of its span."""
         spans = self.spans(n)
         longest = spans[0].stop - spans[0].start
-        padded = tensor.new_zeros(longest, *tensor.shape[1:])  # collectives take pieces of one size only
+        # collectives take pieces of one size only
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
         padded[: len(tensor)] = tensor
         pieces = [torch.empty_like(padded) for _ in spans]
         with self.named(step):
             dist.all_gather(pieces, padded, group=self.group)
-        return torch.cat([piece[: span.stop - span.start] for piece, span in zip(pieces, spans, strict=True)])
+        return torch.cat(
+            [piece[: span.stop - span.start] for piece, span in zip(pieces, spans, strict=True)]
+        )
 
     def visits(self, tensors: Sequence[Tensor], n: int, step: str) -> Iterator[list[Tensor]]:
-        """The tensors of one rank after the other, each [entries of its span, ...]; n entries in all."""
+        """The tensors of one rank after the other, each [entries of its span, ...]; n entries in
+        all.
+        """
         for source, span in enumerate(self.spans(n)):
             if source == self.rank:
                 visitors = [t.contiguous() for t in tensors]
@@ -91,16 +99,23 @@ class Ranks:
             yield visitors
 
     def columns(self, rows: Tensor, n: int, k: int, step: str) -> Tensor:
-        """Own columns [n k, P_r] of all rows, of which each rank has k for each of the n things in its span."""
+        """Own columns [n k, P_r] of all rows, of which each rank has k for each of the n things in
+        its span.
+        """
         mine = self.spans(rows.shape[1])
         sent = [rows[:, own].reshape(-1) for own in mine]
         width = _length(mine[self.rank])
-        return self._swap(sent, [k * _length(span) * width for span in self.spans(n)], step).view(n * k, width)
+        return self._swap(sent, [k * _length(span) * width for span in self.spans(n)], step).view(
+            n * k, width
+        )
 
     def rows(self, columns: Tensor, n_own: int, size: int, k: int, step: str) -> Tensor:
         """The way back: own rows [n_own, P] from the columns of all ranks."""
         widths = [_length(own) for own in self.spans(size)]
-        sent = [columns[k * span.start : k * span.stop].reshape(-1) for span in self.spans(len(columns) // k)]
+        sent = [
+            columns[k * span.start : k * span.stop].reshape(-1)
+            for span in self.spans(len(columns) // k)
+        ]
         found = self._swap(sent, [n_own * width for width in widths], step)
         pieces = zip(found.split([n_own * width for width in widths]), widths, strict=True)
         return torch.cat([piece.view(n_own, width) for piece, width in pieces], 1)
@@ -109,7 +124,9 @@ class Ranks:
         """Give each rank its piece, and take those of all ranks, one after the other."""
         found = sent[0].new_empty(sum(received))
         with self.named(step):
-            dist.all_to_all_single(found, torch.cat(list(sent)), received, [len(s) for s in sent], group=self.group)
+            dist.all_to_all_single(
+                found, torch.cat(list(sent)), received, [len(s) for s in sent], group=self.group
+            )
         return found
 
     def from_first(self, compute: Callable[[], T], step: str) -> T:
@@ -150,9 +167,11 @@ class Ranks:
         except RuntimeError as error:
             if not _of_a_collective(error):
                 raise
-            reason = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]  # no place in gloo
+            # no place in gloo
+            reason = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
             raise RanksError(
-                f"rank {self.rank} of {self.size} got no answer in the step '{step}' ({reason}); another rank has "
+                f"rank {self.rank} of {self.size} got no answer in the step '{step}' ({reason}); "
+                f"another rank has "
                 "died, or hangs for longer than the timeout of collectives"
             ) from error
 
@@ -168,4 +187,6 @@ def _length(span: slice) -> int:
 
 def _of_a_collective(error: RuntimeError) -> bool:
     """Whether torch.distributed raised it: gloo has no exception class of its own."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "monitoredBarrier"))
+    return isinstance(error, dist.DistError) or any(
+        word in str(error) for word in ("gloo", "NCCL", "monitoredBarrier")
+    )

@@ -1,12 +1,14 @@
 """A kernel whose rows are on several ranks.
 
-Each rank has the rows of its own data points, V_r [n_r K, P]. For the kernel they are exchanged, one weight at a time,
-so that each has its own columns of all rows, W_r [S K, P_r]; back go the cotangents of columns, as those of own rows:
+Each rank has the rows of its own data points, V_r [n_r K, P]. For the kernel they are exchanged,
+one weight at a time, so that each has its own columns of all rows, W_r [S K, P_r]; back go the
+cotangents of columns, as those of own rows:
 
     K = sum_r W_r W_r^T,     W_r_bar = (K_bar + K_bar^T) W_r
 
-It keeps S K P / R numbers (and as many cotangents), so that a block may grow with the number of ranks, and sends as
-many. Factors of rows, which are small, visit the other ranks instead: rank r makes its strip K_r = [V_r V_1^T, ...].
+It keeps S K P / R numbers (and as many cotangents), so that a block may grow with the number of
+ranks, and sends as many. Factors of rows, which are small, visit the other ranks instead: rank r
+makes its strip K_r = [V_r V_1^T, ...].
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class ShardedGram(Gram):
         self._cotangents: list[list[Tensor]] = []
 
     def memory(self, problem: Problem) -> Memory:
-        """Own rows and their cotangents; a weight's rows as they are exchanged; the kernels and their determinant."""
+        """Own rows and their cotangents; a weight's rows as they are exchanged; the kernels and
+        their determinant.
+        """
         kept = [problem.held * store.bytes_per_datum(problem) for store in self.stores]
         head = super().memory(problem).working
         return Memory(2 * sum(kept), max(3 * max(kept), head))
@@ -59,7 +63,10 @@ class ShardedGram(Gram):
     def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
         grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            index, inverse = self._index(store.name), self._inverse(store.name, log_precision, kept[-1])
+            index, inverse = (
+                self._index(store.name),
+                self._inverse(store.name, log_precision, kept[-1]),
+            )
             gram, known = self._gram(store, kept, inverse), grams[index]
             grams[index] = gram if known is None else known.add_(gram)
         whole = torch.stack([gram for gram in grams if gram is not None])
@@ -90,22 +97,39 @@ class ShardedGram(Gram):
         return per_weight[self.ranks.spans(len(per_weight))[self.ranks.rank]]
 
     def _visits(self, kept: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
-        """The data points of one rank after the other: where they are in the block, and what is kept of them."""
-        return zip(self.ranks.spans(self.n_data), self.ranks.visits(kept, self.n_data, STEP), strict=True)
+        """The data points of one rank after the other: where they are in the block, and what is
+        kept of them.
+        """
+        return zip(
+            self.ranks.spans(self.n_data), self.ranks.visits(kept, self.n_data, STEP), strict=True
+        )
 
-    def exchange(self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor) -> None:
-        """Make the cotangents that `pull` will hand out, also those that only a full graph will need."""
+    def exchange(
+        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
+    ) -> None:
+        """Make the cotangents that `pull` will hand out, also those that only a full graph will
+        need.
+        """
         self._cotangents = []
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse, bar = self._inverse(store.name, log_precision, kept[-1]), bars[0][self._index(store.name)]
+            inverse, bar = (
+                self._inverse(store.name, log_precision, kept[-1]),
+                bars[0][self._index(store.name)],
+            )
             self._cotangents.append(self._back(store, kept, bar + bar.mT, inverse))
 
-    def _back(self, store: Store, kept: list[Tensor], symmetric: Tensor, inverse: Tensor | None) -> list[Tensor]:
+    def _back(
+        self, store: Store, kept: list[Tensor], symmetric: Tensor, inverse: Tensor | None
+    ) -> list[Tensor]:
         """Cotangents of what is kept of own data, from that of a whole kernel."""
         n_own, k = len(kept[0]), len(symmetric) // self.n_data
         if isinstance(store, Rows):
             own = self._columns(store, kept)
-            columns = symmetric @ own if symmetric.dtype == own.dtype else product_in_double(symmetric, own)
+            columns = (
+                symmetric @ own
+                if symmetric.dtype == own.dtype
+                else product_in_double(symmetric, own)
+            )
             if inverse is not None:
                 columns *= self._of_columns(inverse)
             size = store.all_rows([t[:1] for t in kept]).shape[1]
@@ -118,7 +142,12 @@ class ShardedGram(Gram):
         return total
 
     def pull(
-        self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
+        self,
+        chunk: Chunk,
+        observations: list[Tensor],
+        bars: list[Tensor],
+        rows: slice,
+        log_precision: Tensor,
     ) -> None:
         for store, cotangents in zip(self.stores, self._cotangents, strict=True):
             store.hand(chunk, [c[rows] for c in cotangents])

@@ -1,8 +1,9 @@
-"""One block of data on several ranks: each runs both passes over its own data points, statistics are put together.
+"""One block of data on several ranks: each runs both passes over its own data points, statistics
+are put together.
 
-Sums over data are reduced and rows are gathered, so that every rank has the statistics of all data, and whatever is
-computed from them is computed everywhere alike; of the rows of a kernel each keeps its own. Gradients of the second
-pass are added up.
+Sums over data are reduced and rows are gathered, so that every rank has the statistics of all data,
+and whatever is computed from them is computed everywhere alike; of the rows of a kernel each keeps
+its own. Gradients of the second pass are added up.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from asdl_marglik.errors import CurvatureError
 from asdl_marglik.passes.two_passes import Batch, Passes, augmented
 from asdl_marglik.ranks.ranks import Ranks
 from asdl_marglik.ranks.sharded_gram import ShardedGram
-from asdl_marglik.watch.model import Inputs, fingerprint, map_inputs
+from asdl_marglik.watch.model import Inputs, fingerprint, taken
 
 OTHER_SEED = 1_000_003  # between the seeds of ranks
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which data points of a batch are a rank's: batch number `batch`, its entries from `start` on, of `total`."""
+    """Which data points of a batch are a rank's: batch number `batch`, its entries from `start` on,
+    of `total`.
+    """
 
     batch: int
     start: int
@@ -35,7 +38,8 @@ class Share:
 
 @dataclass(kw_only=True)
 class ShardedPasses(Passes):
-    """Both passes over this rank's part of the data; results and gradients are those of all data, on every rank.
+    """Both passes over this rank's part of the data; results and gradients are those of all data,
+    on every rank.
 
     Every rank is given the same batches and takes its own data points of them.
     """
@@ -59,10 +63,11 @@ class ShardedPasses(Passes):
                 start += len(y)
                 if own.start < own.stop:
                     self.shares.append(Share(number, own.start, len(y)))
-                    yield map_inputs(lambda t, own=own: t[own], x), y[own], columns[own]  # type: ignore[misc]
+                    yield taken(x, own), y[own], columns[own]
             if start != self.n_all:
                 raise CurvatureError(
-                    f"the loader gave {start} data points in all, but n_data={self.n_all}; the two must agree, and "
+                    f"the loader gave {start} data points in all, but n_data={self.n_all}; the two "
+                    f"must agree, and "
                     "every rank has to give all of them"
                 )
 
@@ -87,7 +92,7 @@ class ShardedPasses(Passes):
             _kept={},
         )
         if block.n_data:
-            own = map_inputs(lambda t: t[block.own], x)
+            own = taken(x, block.own)
             block.targets, block._fingerprints = [y[block.own]], [fingerprint(own)]
         return block
 
@@ -97,7 +102,9 @@ class ShardedPasses(Passes):
         return self._everything
 
     def augmented(self, x: Inputs, index: int) -> Inputs:
-        """Copies of own data; those that one rank alone would make, if the module can draw a part of a batch."""
+        """Copies of own data; those that one rank alone would make, if the module can draw a part
+        of a batch.
+        """
         if self.augment is None:
             return super().augmented(x, index)
         share = self.shares[index]
@@ -122,18 +129,24 @@ class ShardedPasses(Passes):
         return results
 
     def _check(self) -> None:
-        """Refuse blocks or seeds that differ between ranks, which would give numbers without a meaning."""
+        """Refuse blocks or seeds that differ between ranks, which would give numbers without a
+        meaning.
+        """
         if self.n_all < self.ranks.size:
             raise CurvatureError(
-                f"{self.n_all} data points cannot be shared among {self.ranks.size} ranks; each needs at least one"
+                f"{self.n_all} data points cannot be shared among {self.ranks.size} ranks; each "
+                f"needs at least one"
             )
         if not self.ranks.agree([self.n_all, self.seed], "comparison of the blocks"):
             raise CurvatureError(
-                "the ranks were given different blocks, or draw from generators in different states; give every rank "
+                "the ranks were given different blocks, or draw from generators in different "
+                "states; give every rank "
                 "the same data in the same order, and seed all generators alike"
             )
 
-    def _summarise(self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor) -> list[Tensor]:
+    def _summarise(
+        self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor
+    ) -> list[Tensor]:
         found = []
         for part, observed in zip(self.parts, observations, strict=True):
             statistics = part.summarise(observed, log_precision)
@@ -142,7 +155,9 @@ class ShardedPasses(Passes):
                 added = [t for t, kind in zip(statistics, part.kinds, strict=True) if kind == "sum"]
                 self.ranks.sum_(added, f"statistics of {part.names[0]}")
                 statistics = [
-                    t if kind == "sum" else self.ranks.gather(t, self.n_all, f"rows of {part.names[0]}")
+                    t
+                    if kind == "sum"
+                    else self.ranks.gather(t, self.n_all, f"rows of {part.names[0]}")
                     for t, kind in zip(statistics, part.kinds, strict=True)
                 ]
             found.append(statistics)
@@ -150,7 +165,9 @@ class ShardedPasses(Passes):
         return [s for part in found for s in part]
 
     def precision_gradient(self, bars: list[list[Tensor]], log_precision: Tensor) -> Tensor:
-        return self.ranks.sum(super().precision_gradient(bars, log_precision), "gradient in the prior")
+        return self.ranks.sum(
+            super().precision_gradient(bars, log_precision), "gradient in the prior"
+        )
 
     def second(
         self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
@@ -160,7 +177,9 @@ class ShardedPasses(Passes):
                 part.exchange(observations, part_bars, log_precision)
         if self.n_data:
             own_bars = self._taken(bars)
-            found = super().second(None if f_bar is None else f_bar[self.own], own_bars, log_precision)
+            found = super().second(
+                None if f_bar is None else f_bar[self.own], own_bars, log_precision
+            )
         else:
             network, augment = self.network_leaves, self.augment_leaves
             found = [torch.zeros_like(t) for t in network], [torch.zeros_like(t) for t in augment]
@@ -172,6 +191,9 @@ class ShardedPasses(Passes):
         return [
             part_bars
             if isinstance(part, Gram)
-            else [bar[self.own] if kind == "rows" else bar for bar, kind in zip(part_bars, part.kinds, strict=True)]
+            else [
+                bar[self.own] if kind == "rows" else bar
+                for bar, kind in zip(part_bars, part.kinds, strict=True)
+            ]
             for part, part_bars in zip(self.parts, bars, strict=True)
         ]

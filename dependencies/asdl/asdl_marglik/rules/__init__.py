@@ -1,4 +1,6 @@
-"""How each operation's weights enter its output: one rule per operation, found by the torch function called."""
+"""How each operation's weights enter its output: one rule per operation, found by the torch
+function called.
+"""
 
 from asdl_marglik.rules.base import Call, Rule, register, rule_for
 from asdl_marglik.rules.conv import Convolution
@@ -8,6 +10,14 @@ from asdl_marglik.rules.linear import Linear
 from asdl_marglik.rules.norm import Normalisation
 
 __all__ = [
-    "Call", "Convolution", "Elementwise", "Embedding", "Expand", "Linear", "Normalisation", "Rule", "register",
+    "Call",
+    "Convolution",
+    "Elementwise",
+    "Embedding",
+    "Expand",
+    "Linear",
+    "Normalisation",
+    "Rule",
+    "register",
     "rule_for",
-]  # fmt: skip
+]

@@ -1,9 +1,10 @@
 """What a rule is.
 
-Rules work in one format: operation inputs are brought to `[n, Q, ...]`, n data points times Q shared repetitions
-(augmentation samples, flattened tokens), output cotangents to `[n, K, Q, ...]` for K seeds, before a rule sees them.
-The Jacobian row of a datum and a seed is then the sum over repetitions and positions of an outer product, elementwise
-product or plain sum. A rule needs only `bind` and `row`; the others have defaults made of it, or make it faster.
+Rules work in one format: operation inputs are brought to `[n, Q, ...]`, n data points times Q
+shared repetitions (augmentation samples, flattened tokens), output cotangents to `[n, K, Q, ...]`
+for K seeds, before a rule sees them. The Jacobian row of a datum and a seed is then the sum over
+repetitions and positions of an outer product, elementwise product or plain sum. A rule needs only
+`bind` and `row`; the others have defaults made of it, or make it faster.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from asdl_marglik.linalg import second_moment
 
-Wanted = tuple[bool, bool]  # whether the cotangent of the input, and that of the output cotangent, is needed
+# whether the cotangent of the input, and that of the output cotangent, is needed
+Wanted = tuple[bool, bool]
 
 
 @dataclass
@@ -31,7 +33,9 @@ class Call:
 
 
 class Rule(ABC):
-    """How to turn the input and the output cotangent of an operation into Jacobian rows of its weights."""
+    """How to turn the input and the output cotangent of an operation into Jacobian rows of its
+    weights.
+    """
 
     name: str
     output_axis = 0  # of the weight of a linear map
@@ -43,7 +47,9 @@ class Rule(ABC):
 
     @abstractmethod
     def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
-        """Rows [n, *weight.shape] of one seed, from input a and cotangent g [n, Q, ...]; differentiable in both."""
+        """Rows [n, *weight.shape] of one seed, from input a and cotangent g [n, Q, ...];
+        differentiable in both.
+        """
 
     def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
         """Rows [n, K, *weight.shape] from input a [n, Q, ...] and cotangents g [n, K, Q, ...]."""
@@ -78,7 +84,9 @@ class Rule(ABC):
 
     def pull_moment(self, call: Call, role: str, a: Tensor, bar: Tensor) -> Tensor:
         """Cotangent of a from that of the moment."""
-        found, _ = pull_by_autograd(lambda a, _: self.moment(call, role, a), a, None, bar, (True, False))
+        found, _ = pull_by_autograd(
+            lambda a, _: self.moment(call, role, a), a, None, bar, (True, False)
+        )
         assert found is not None
         return found
 
@@ -92,11 +100,18 @@ class Rule(ABC):
 
 
 def pull_by_autograd(
-    function: Callable[[Any, Any], Tensor], a: Tensor | None, g: Tensor | None, bar: Tensor, wanted: Wanted
+    function: Callable[[Any, Any], Tensor],
+    a: Tensor | None,
+    g: Tensor | None,
+    bar: Tensor,
+    wanted: Wanted,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Cotangents of a and g, as far as wanted, from that of function(a, g)."""
     with torch.enable_grad():
-        own = [None if t is None else t.detach().requires_grad_(w) for t, w in zip((a, g), wanted, strict=True)]
+        own = [
+            None if t is None else t.detach().requires_grad_(w)
+            for t, w in zip((a, g), wanted, strict=True)
+        ]
         result = function(*own)
         if not result.requires_grad:
             return None, None

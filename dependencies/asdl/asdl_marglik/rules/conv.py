@@ -1,4 +1,6 @@
-"""Convolutions of one, two and three dimensions, plain and transposed, with stride, padding, dilation and groups."""
+"""Convolutions of one, two and three dimensions, plain and transposed, with stride, padding,
+dilation and groups.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,20 @@ from asdl_marglik.linalg import gram_of
 from asdl_marglik.rules.base import Call, Rule, Wanted, named, register
 
 _DIMENSIONS = {
-    F.conv1d: 1, F.conv2d: 2, F.conv3d: 3, F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3,
-}  # fmt: skip
+    F.conv1d: 1,
+    F.conv2d: 2,
+    F.conv3d: 3,
+    F.conv_transpose1d: 1,
+    F.conv_transpose2d: 2,
+    F.conv_transpose3d: 3,
+}
 _TRANSPOSED = {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 
 
 class Convolution(Rule):
-    """y = W * a + b, a linear map over patches: dy/dW = sum_t g_t patch_t(a)^T,  dy/db = sum_t g_t."""
+    """y = W * a + b, a linear map over patches: dy/dW = sum_t g_t patch_t(a)^T,  dy/db = sum_t
+    g_t.
+    """
 
     name = "convolution"
     batch_first_only = True
@@ -29,7 +38,11 @@ class Convolution(Rule):
     def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
         transposed, d = func in _TRANSPOSED, _DIMENSIONS[func]
         signature = "input weight bias stride padding output_padding groups dilation"
-        arguments = named(signature if transposed else "input weight bias stride padding dilation groups", args, kwargs)
+        arguments = named(
+            signature if transposed else "input weight bias stride padding dilation groups",
+            args,
+            kwargs,
+        )
         inputs, weight = arguments["input"], arguments["weight"]
         if inputs.dim() != d + 2:
             return None  # unbatched
@@ -49,7 +62,9 @@ class Convolution(Rule):
             "output_padding": _tuple(arguments.get("output_padding", 0), d),
             "groups": arguments.get("groups", 1),
         }
-        weights = {role: arguments[role] for role in ("weight", "bias") if arguments.get(role) is not None}
+        weights = {
+            role: arguments[role] for role in ("weight", "bias") if arguments.get(role) is not None
+        }
         return Call(inputs, weights, options)
 
     def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
@@ -70,21 +85,34 @@ class Convolution(Rule):
     def pull_rows(
         self, call: Call, role: str, a: Tensor | None, g: Tensor, bar: Tensor, wanted: Wanted
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Rows are bilinear in a and g: both cotangents are operations of the same kind, with `bar` as weights."""
+        """Rows are bilinear in a and g: both cotangents are operations of the same kind, with `bar`
+        as weights.
+        """
         if role == "bias":
             return None, bar.unsqueeze(2).unflatten(3, (-1, *[1] * (g.dim() - 4))).expand_as(g)
         assert a is not None
         if g.shape[1] > 1 and not self._seeds_as_channels(call):
-            each = [self.pull_rows(call, role, a, g[:, k, None], bar[:, k, None], wanted) for k in range(g.shape[1])]
-            a_bars, g_bars = ([t for t in found if t is not None] for found in zip(*each, strict=True))
-            return (sum(a_bars[1:], a_bars[0]) if a_bars else None), (torch.cat(g_bars, 1) if g_bars else None)
+            each = [
+                self.pull_rows(call, role, a, g[:, k, None], bar[:, k, None], wanted)
+                for k in range(g.shape[1])
+            ]
+            a_bars, g_bars = (
+                [t for t in found if t is not None] for found in zip(*each, strict=True)
+            )
+            return (sum(a_bars[1:], a_bars[0]) if a_bars else None), (
+                torch.cat(g_bars, 1) if g_bars else None
+            )
         a_bar = g_bar = None
         if self._better_by_patches(call, g):
             v = bar.reshape(len(a), -1, bar.shape[3:].numel())  # [n, K O, D]
             if wanted[0]:
                 a_bar = _folded(call, v.mT @ _by_output(g), a)
             if wanted[1]:
-                g_bar = (v @ _unfolded(call, a)).unflatten(1, (g.shape[1], -1)).unflatten(3, (g.shape[2], *g.shape[4:]))
+                g_bar = (
+                    (v @ _unfolded(call, a))
+                    .unflatten(1, (g.shape[1], -1))
+                    .unflatten(3, (g.shape[2], *g.shape[4:]))
+                )
                 g_bar = g_bar.movedim(2, 3)
             return a_bar, g_bar
         v = bar.flatten(0, 2)
@@ -94,9 +122,16 @@ class Convolution(Rule):
         if wanted[1]:
             o = call.options
             whole = torch.convolution(
-                _by_datum(a), v, None, o["stride"], o["padding"], o["dilation"], o["transposed"], o["output_padding"],
+                _by_datum(a),
+                v,
+                None,
+                o["stride"],
+                o["padding"],
+                o["dilation"],
+                o["transposed"],
+                o["output_padding"],
                 len(a) * o["groups"],
-            )  # fmt: skip
+            )
             g_bar = whole.unflatten(1, (*g.shape[:2], -1)).movedim(0, 2)
         return a_bar, g_bar
 
@@ -105,7 +140,9 @@ class Convolution(Rule):
         return call.options["groups"] == 1 and not call.options["transposed"]
 
     def _better_by_patches(self, call: Call, g: Tensor) -> bool:
-        """Whether matrix products over patches beat a convolution with n times the groups (measured on CPUs)."""
+        """Whether matrix products over patches beat a convolution with n times the groups (measured
+        on CPUs).
+        """
         plain = len(call.options["stride"]) == 2 and self._seeds_as_channels(call)
         positions, channels = g.shape[4:].numel(), max(call.weights["weight"].shape[:2])
         return plain and (positions < 64 or channels >= 256)
@@ -131,7 +168,8 @@ class Convolution(Rule):
         d, groups = len(sides), options["groups"]
         if d == 2:  # torch has a kernel for this case
             geometry = {key: options[key] for key in ("dilation", "padding", "stride")}
-            unfolded = F.unfold(a.flatten(0, 1), weight.shape[2:], **geometry)  # [n Q, channels k k, T]
+            # [n Q, channels k k, T]
+            unfolded = F.unfold(a.flatten(0, 1), weight.shape[2:], **geometry)
             return unfolded.view(n, q, groups, -1, unfolded.shape[2]).permute(0, 1, 4, 2, 3)
         a = F.pad(a, [p for pad in reversed(options["padding"]) for p in (pad, pad)])
         for axis, (k, stride, dilation) in enumerate(
@@ -143,14 +181,18 @@ class Convolution(Rule):
         return a.permute(0, 1, 4, 2, 3, 5).flatten(4)
 
     def mean_patch(self, call: Call, role: str, a: Tensor) -> Tensor | None:
-        """Without forming patches: along each side, a 0-1 matrix sums the entries that meet a kernel offset."""
+        """Without forming patches: along each side, a 0-1 matrix sums the entries that meet a
+        kernel offset.
+        """
         if role == "bias":
             return None
         options, kernel = call.options, call.weights["weight"].shape[2:]
         total = 1
         for axis in range(len(kernel)):
             side = a.shape[3]
-            meets = _meetings(side, kernel[axis], *(options[o][axis] for o in ("stride", "padding", "dilation")))
+            meets = _meetings(
+                side, kernel[axis], *(options[o][axis] for o in ("stride", "padding", "dilation"))
+            )
             total *= meets.shape[0]
             # sum over this side, its kernel offsets become the last axis
             a = a.movedim(3, -1) @ meets.sum(0).to(a)
@@ -161,13 +203,26 @@ class Convolution(Rule):
         return g.unflatten(3, (call.options["groups"] if role == "weight" else 1, -1))
 
 
-def _convolution_backward(call: Call, g: Tensor, a: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-    """Of one convolution with n times the groups; repetitions are its batch, which weight gradients are summed over."""
+def _convolution_backward(
+    call: Call, g: Tensor, a: Tensor, weight: Tensor, mask: list[bool]
+) -> tuple[Tensor, ...]:
+    """Of one convolution with n times the groups; repetitions are its batch, which weight gradients
+    are summed over.
+    """
     o = call.options
     return torch.ops.aten.convolution_backward(
-        _by_datum(g.movedim(2, 1).flatten(2, 3)), _by_datum(a), weight, None, o["stride"], o["padding"], o["dilation"],
-        o["transposed"], o["output_padding"], len(a) * o["groups"], mask,
-    )  # fmt: skip
+        _by_datum(g.movedim(2, 1).flatten(2, 3)),
+        _by_datum(a),
+        weight,
+        None,
+        o["stride"],
+        o["padding"],
+        o["dilation"],
+        o["transposed"],
+        o["output_padding"],
+        len(a) * o["groups"],
+        mask,
+    )
 
 
 def _by_datum(t: Tensor) -> Tensor:
@@ -194,14 +249,22 @@ def _folded(call: Call, columns: Tensor, like: Tensor) -> Tensor:
     """The transpose of `_unfolded`."""
     q, sides = like.shape[1], like.shape[3:]
     columns = columns.unflatten(2, (q, -1)).transpose(1, 2).flatten(0, 1)
-    return F.fold(columns, sides, call.weights["weight"].shape[2:], **_geometry(call)).reshape(like.shape)
+    return F.fold(columns, sides, call.weights["weight"].shape[2:], **_geometry(call)).reshape(
+        like.shape
+    )
 
 
 def _by_feature(call: Call, a: Tensor) -> Tensor:
-    """Patches [D, n Q T] of a [n, Q, c, ...]: one product with their transpose is their second moment."""
+    """Patches [D, n Q T] of a [n, Q, c, ...]: one product with their transpose is their second
+    moment.
+    """
     kernel, o = call.weights["weight"].shape[2:], call.options
-    a = F.pad(a.flatten(0, 1).transpose(0, 1), [p for pad in reversed(o["padding"]) for p in (pad, pad)])
-    for axis, (k, stride, dilation) in enumerate(zip(kernel, o["stride"], o["dilation"], strict=True)):
+    a = F.pad(
+        a.flatten(0, 1).transpose(0, 1), [p for pad in reversed(o["padding"]) for p in (pad, pad)]
+    )
+    for axis, (k, stride, dilation) in enumerate(
+        zip(kernel, o["stride"], o["dilation"], strict=True)
+    ):
         a = a.unfold(2 + axis, dilation * (k - 1) + 1, stride)[..., ::dilation]
     d = len(kernel)  # [c, n Q, *positions, *kernel]
     return a.permute(0, *range(2 + d, 2 + 2 * d), *range(1, 2 + d)).flatten(1 + d).flatten(0, d)
@@ -213,7 +276,9 @@ def _from_feature(call: Call, x: Tensor, like: Tensor) -> Tensor:
     n, q, channels, *sides = like.shape
     padded = [side + 2 * pad for side, pad in zip(sides, o["padding"], strict=True)]
     geometry = list(zip(kernel, o["stride"], o["dilation"], strict=True))
-    positions = [(s - dl * (k - 1) - 1) // st + 1 for s, (k, st, dl) in zip(padded, geometry, strict=True)]
+    positions = [
+        (s - dl * (k - 1) - 1) // st + 1 for s, (k, st, dl) in zip(padded, geometry, strict=True)
+    ]
     x, everything = x.view(channels, kernel.numel(), n * q, *positions), (slice(None), slice(None))
     whole = x.new_zeros(channels, n * q, *padded)
     for number, offset in enumerate(itertools.product(*(range(k) for k in kernel))):
@@ -228,9 +293,12 @@ def _from_feature(call: Call, x: Tensor, like: Tensor) -> Tensor:
 
 @functools.cache
 def _meetings(side: int, kernel: int, stride: int, padding: int, dilation: int) -> Tensor:
-    """Whether, at an output position, a kernel offset meets an input entry: [positions, side, kernel]."""
+    """Whether, at an output position, a kernel offset meets an input entry: [positions, side,
+    kernel].
+    """
     positions = (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-    entry = stride * torch.arange(positions)[:, None] - padding + dilation * torch.arange(kernel)  # [positions, kernel]
+    # [positions, kernel]
+    entry = stride * torch.arange(positions)[:, None] - padding + dilation * torch.arange(kernel)
     return torch.arange(side)[None, :, None] == entry[:, None, :]
 
 

@@ -18,7 +18,9 @@ class Linear(Rule):
 
     def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
         arguments = named("input weight bias", args, kwargs)
-        weights = {role: arguments[role] for role in ("weight", "bias") if arguments.get(role) is not None}
+        weights = {
+            role: arguments[role] for role in ("weight", "bias") if arguments.get(role) is not None
+        }
         return Call(arguments["input"], weights)
 
     def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
@@ -60,7 +62,13 @@ class MatrixProduct(Linear):
     output_axis = 1
 
     def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
-        if len(args) != 2 or kwargs or args[1].dim() != 2 or id(args[0]) in touched or args[0].dim() < 2:
+        if (
+            len(args) != 2
+            or kwargs
+            or args[1].dim() != 2
+            or id(args[0]) in touched
+            or args[0].dim() < 2
+        ):
             return None
         return Call(args[0], {"weight": args[1]})
 

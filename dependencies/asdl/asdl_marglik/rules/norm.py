@@ -1,4 +1,6 @@
-"""Affine parameters of normalisation layers: the scale multiplies the normalised input, the shift is added to it."""
+"""Affine parameters of normalisation layers: the scale multiplies the normalised input, the shift
+is added to it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _OVER_LAST_AXES = (F.layer_norm, F.rms_norm)
 
 
 class Normalisation(Rule):
-    """y = w * norm(a) + b:  dy/dw = sum g norm(a),  dy/db = sum g, over all axes that w does not have."""
+    """y = w * norm(a) + b:  dy/dw = sum g norm(a),  dy/db = sum g, over all axes that w does not
+    have.
+    """
 
     name = "normalisation"
 
@@ -29,7 +33,11 @@ class Normalisation(Rule):
         arguments = named(_SIGNATURES[func], args, kwargs)
         if func is F.batch_norm and arguments.get("training"):
             return None  # mixes the data points of a batch: there is no per-datum Jacobian
-        weights = {role: arguments.pop(role) for role in ("weight", "bias") if arguments.get(role) is not None}
+        weights = {
+            role: arguments.pop(role)
+            for role in ("weight", "bias")
+            if arguments.get(role) is not None
+        }
         inputs = arguments.pop("input")
         return Call(inputs, weights, {"func": func, "arguments": arguments})
 
@@ -39,7 +47,9 @@ class Normalisation(Rule):
             assert a is not None
             leading = a.shape
             flat = a if func in _OVER_LAST_AXES else a.flatten(0, 1)
-            g = g * substitute(func)(flat, weight=None, **call.options["arguments"]).reshape(leading)
+            g = g * substitute(func)(flat, weight=None, **call.options["arguments"]).reshape(
+                leading
+            )
         if func in _OVER_LAST_AXES:
             return g.reshape(len(g), -1, *shape).sum(1)
         return g.reshape(*g.shape[:3], -1).sum((1, 3))  # [n, Q, channels, positions]

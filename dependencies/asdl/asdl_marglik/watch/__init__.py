@@ -1,1 +1,3 @@
-"""How a network uses its weights: recorded while it runs, planned once, verified on two data points."""
+"""How a network uses its weights: recorded while it runs, planned once, verified on two data
+points.
+"""

@@ -10,15 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """The batch sits on `axis`, possibly flattened together with other positions that vary slower (`fast` batch) or
-    faster.
+    """The batch sits on `axis`, possibly flattened together with other positions that vary slower
+    (`fast` batch) or faster.
 
-    `[T, batch, D]` has axis 1; `[batch * T, D]` axis 0; `[T * batch, D]`, as attention flattens it, axis 0 and fast.
+    `[T, batch, D]` has axis 1; `[batch * T, D]` axis 0; `[T * batch, D]`, as attention flattens it,
+    axis 0 and fast.
     """
 
     axis: int
     fast: bool = False
-    single: bool = False  # found on one position per datum, where slow and fast are the same: for no more than one
+    # found on one position per datum, where slow and fast are the same: for no more than one
+    single: bool = False
 
     def standard(self, t: Tensor, batch: int, n: int) -> Tensor:
         """[..., batch * m, ...] -> [n, Q, ...] with Q = (batch / n) * m repetitions per datum."""
@@ -29,7 +31,9 @@ class Layout:
 
 
 def find_layout(joint: Tensor, singles: tuple[Tensor, Tensor]) -> Layout | None:
-    """The layout of an output of two data points, from the outputs of each alone; None: it does not carry the batch."""
+    """The layout of an output of two data points, from the outputs of each alone; None: it does not
+    carry the batch.
+    """
     shape, single = joint.shape, singles[0].shape
     if len(shape) != len(single) or singles[1].shape != single:
         return None

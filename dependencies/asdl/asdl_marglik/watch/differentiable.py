@@ -1,8 +1,9 @@
 """A model's forward pass in a form whose derivatives are right.
 
-A few torch operations have wrong derivatives; inside the context they are replaced by the same formula made of
-operations that have the right ones. Hooks that a model puts on the gradients of its activations are left out: the
-Jacobian is that of the outputs, whatever a training loop does to gradients on their way.
+A few torch operations have wrong derivatives; inside the context they are replaced by the same
+formula made of operations that have the right ones. Hooks that a model puts on the gradients of its
+activations are left out: the Jacobian is that of the outputs, whatever a training loop does to
+gradients on their way.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from torch.utils.hooks import RemovableHandle
 
 
 class TwiceDifferentiable(TorchFunctionMode):
-    """Context in which substitutes take the place of operations whose derivatives cannot be trusted."""
+    """Context in which substitutes take the place of operations whose derivatives cannot be
+    trusted.
+    """
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return substitute(func)(*args, **(kwargs or {}))
 
 
@@ -31,7 +36,9 @@ def substitute(func: Callable) -> Callable:
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """g v / |v|, the norm over all axes but `dim` (over all, for -1); torch 2.13 drops a term of its derivative."""
+    """g v / |v|, the norm over all axes but `dim` (over all, for -1); torch 2.13 drops a term of
+    its derivative.
+    """
     axes = [axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim()]
     norm = v.square().sum(axes, keepdim=True).sqrt() if axes else v.abs()
     return v * (g / norm)
@@ -40,7 +47,8 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 def _with_plain_cotangents(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A normalisation whose output receives contiguous cotangents.
 
-    The backward pass of torch 2.13 misreads others: of `batch_norm` for a single datum, of `instance_norm` for any.
+    The backward pass of torch 2.13 misreads others: of `batch_norm` for a single datum, of
+    `instance_norm` for any.
     """
 
     def normalised(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,9 +1,11 @@
-"""Whether the way back through a network is the same for all inputs nearby, read off the autograd graph of one pass.
+"""Whether the way back through a network is the same for all inputs nearby, read off the autograd
+graph of one pass.
 
-A network is piecewise linear in its inputs if every operation between them and the outputs is, a product having at most
-one factor that moves. Then output cotangents do not depend on the inputs almost everywhere and their derivative need
-not be computed. What moves is what depends on the inputs, or on an operation with weights: the cotangent of its output
-is what the other factor of a product decides.
+A network is piecewise linear in its inputs if every operation between them and the outputs is, a
+product having at most one factor that moves. Then output cotangents do not depend on the inputs
+almost everywhere and their derivative need not be computed. What moves is what depends on the
+inputs, or on an operation with weights: the cotangent of its output is what the other factor of a
+product decides.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.autograd.graph import Node
 
-# operations that are piecewise linear in all their arguments together, by the names of their autograd nodes
+# operations that are piecewise linear in all their arguments together, by the names of their
+# autograd nodes
 _LINEAR = {
     "AccumulateGrad",
     "AdaptiveAvgPool1DBackward0",

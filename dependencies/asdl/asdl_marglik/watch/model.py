@@ -20,7 +20,8 @@ Inputs = Any  # a tensor or a mapping of tensors, each with a leading batch axis
 PIECE = 2**16  # numbers whose bits are added up at once
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of as many bytes
 
-# Modes of modules and the global random state belong to the process: estimates in several threads take turns.
+# Modes of modules and the global random state belong to the process: estimates in several threads
+# take turns.
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -29,15 +30,27 @@ def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
-        return {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
+        return {
+            key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()
+        }
     raise CurvatureError(
-        f"inputs must be a tensor or a mapping of tensors, got {type(x).__name__}; convert with torch.as_tensor"
+        f"inputs must be a tensor or a mapping of tensors, got {type(x).__name__}; convert with "
+        f"torch.as_tensor"
     )
+
+
+def taken(x: Inputs, index: int | slice | Tensor) -> Inputs:
+    """Some of the data points, of every tensor of the inputs."""
+    return map_inputs(lambda t: t[index], x)
 
 
 def tensors_of(x: Inputs) -> list[Tensor]:
     """The tensors of the inputs, in a fixed order."""
-    tensors = [x] if isinstance(x, Tensor) else [value for value in x.values() if isinstance(value, Tensor)]
+    tensors = (
+        [x]
+        if isinstance(x, Tensor)
+        else [value for value in x.values() if isinstance(value, Tensor)]
+    )
     if not tensors:
         raise CurvatureError("inputs must hold at least one tensor, got an empty mapping")
     return tensors
@@ -49,8 +62,14 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def trainable(model: nn.Module, hyper: Iterable[str] = ()) -> dict[str, nn.Parameter]:
-    """The weights: parameters that require grad, less those named as hyperparameters, in the model's order."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad and not matches(name, hyper)}
+    """The weights: parameters that require grad, less those named as hyperparameters, in the
+    model's order.
+    """
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and not matches(name, hyper)
+    }
 
 
 def hyperparameters_in(model: nn.Module, hyper: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -59,16 +78,20 @@ def hyperparameters_in(model: nn.Module, hyper: Iterable[str]) -> dict[str, nn.P
     names = dict(model.named_parameters())
     for pattern in hyper:
         if not any(matches(name, [pattern]) for name in names):
-            raise CurvatureError(f"hyperparameter pattern {pattern!r} fits no parameter; there are {list(names)}")
+            raise CurvatureError(
+                f"hyperparameter pattern {pattern!r} fits no parameter; there are {list(names)}"
+            )
     return {name: p for name, p in names.items() if p.requires_grad and matches(name, hyper)}
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every submodule's own mode restored afterwards, also after an exception.
+    """Evaluation mode inside; every submodule's own mode restored afterwards, also after an
+    exception.
 
-    Attention runs by its plain formula: the fused kernels have no second derivative. Autocast is off, so that numbers
-    have the precision of the weights. Other threads wait; one that trains the model meanwhile is not noticed.
+    Attention runs by its plain formula: the fused kernels have no second derivative. Autocast is
+    off, so that numbers have the precision of the weights. Other threads wait; one that trains the
+    model meanwhile is not noticed.
     """
     with _ONE_AT_A_TIME:
         training = [(module, module.training) for module in model.modules()]
@@ -100,12 +123,15 @@ def checked_outputs(f: Any, n: int) -> Tensor:
     if not isinstance(f, Tensor):
         entries = f" with the entries {list(f)}" if isinstance(f, Mapping) else ""
         raise CurvatureError(
-            f"the model must return one tensor of outputs [n, ...], got {type(f).__name__}{entries}; wrap it in a "
-            "module whose forward returns the tensor that the likelihood takes, for example net(**x).logits"
+            f"the model must return one tensor of outputs [n, ...], got "
+            f"{type(f).__name__}{entries}; wrap it in a "
+            "module whose forward returns the tensor that the likelihood takes, for example "
+            "net(**x).logits"
         )
     if not f.dim() or len(f) != n:
         raise CurvatureError(
-            f"the model must return outputs with a leading batch axis: [{n}, ...] for {n} inputs, got {tuple(f.shape)}"
+            f"the model must return outputs with a leading batch axis: [{n}, ...] for {n} inputs, "
+            f"got {tuple(f.shape)}"
         )
     return f
 
@@ -121,11 +147,14 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks that may change gradients on their way back: rows would not be derivatives of the outputs."""
+    """Refuse hooks that may change gradients on their way back: rows would not be derivatives of
+    the outputs.
+    """
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CurvatureError(
-                f"module {name or type(module).__name__!r} has a backward hook, which may change the gradients that "
+                f"module {name or type(module).__name__!r} has a backward hook, which may change "
+                f"the gradients that "
                 "curvature is made of; remove it (handle.remove()) before the evidence is computed"
             )
 
@@ -139,7 +168,9 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Set the generators a model on `device` may draw from; torch.manual_seed takes a millisecond to find others."""
+    """Set the generators a model on `device` may draw from; torch.manual_seed takes a millisecond
+    to find others.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -152,13 +183,17 @@ def fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """One integer per tensor [T], sum_i r_i bits_i (mod 2^64) with random r_i: another one after any change.
+    """One integer per tensor [T], sum_i r_i bits_i (mod 2^64) with random r_i: another one after
+    any change.
 
-    Versions of tensors do not count writes through `.data`; sums of integers, unlike norms, do not depend on threads.
+    Versions of tensors do not count writes through `.data`; sums of integers, unlike norms, do not
+    depend on threads.
     """
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(-(2**62), 2**62, (PIECE,), generator=generator)
-    return torch.stack([_hashed(tensor.detach(), random.to(tensor.device)).cpu() for tensor in tensors])
+    return torch.stack(
+        [_hashed(tensor.detach(), random.to(tensor.device)).cpu() for tensor in tensors]
+    )
 
 
 def _hashed(tensor: Tensor, random: Tensor) -> Tensor:
@@ -167,9 +202,12 @@ def _hashed(tensor: Tensor, random: Tensor) -> Tensor:
     bits = values.view(BITS[values.element_size()])
     parts = []
     for piece in bits.split(PIECE):
-        wide = piece.long()  # folded: a sign is the highest bit, of which a product keeps the parity alone
+        # folded: a sign is the highest bit, of which a product keeps the parity alone
+        wide = piece.long()
         parts.append(((wide ^ (wide >> 32)) * random[: len(wide)]).sum())
-    return (torch.stack(parts) * random[torch.arange(len(parts), device=random.device) % PIECE]).sum()
+    return (
+        torch.stack(parts) * random[torch.arange(len(parts), device=random.device) % PIECE]
+    ).sum()
 
 
 def check_weights(model: nn.Module) -> None:
@@ -177,11 +215,15 @@ def check_weights(model: nn.Module) -> None:
     parameters: list[Tensor] = [p.detach() for p in model.parameters() if p.is_floating_point()]
     if not parameters:
         return
-    if torch.stack([norm.double() for norm in torch._foreach_norm(parameters)]).isfinite().all():  # a single question
+    # a single question
+    if torch.stack([norm.double() for norm in torch._foreach_norm(parameters)]).isfinite().all():
         return
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise CurvatureError(f"parameter {name!r} contains NaN or infinity; training has diverged before this call")
+            raise CurvatureError(
+                f"parameter {name!r} contains NaN or infinity; training has diverged before this "
+                f"call"
+            )
 
 
 def check_inputs(x: Inputs, offset: int = 0) -> None:
@@ -191,7 +233,8 @@ def check_inputs(x: Inputs, offset: int = 0) -> None:
             bad = (~tensor.flatten(1).isfinite().all(1)).nonzero()
             if len(bad):
                 raise CurvatureError(
-                    f"input {int(bad[0]) + offset} contains NaN or infinity; remove or repair that datum"
+                    f"input {int(bad[0]) + offset} contains NaN or infinity; remove or repair that "
+                    f"datum"
                 )
 
 
@@ -203,7 +246,9 @@ def finite(x: Inputs) -> Tensor:
 def check_finite(
     inputs: list[Tensor], outputs: Tensor, model: nn.Module, batches: Callable[[], Iterable[Inputs]]
 ) -> None:
-    """Raise an error that names the parameter or the data index behind a non-finite input or output [N, C]."""
+    """Raise an error that names the parameter or the data index behind a non-finite input or output
+    [N, C].
+    """
     if torch.stack([*inputs, outputs.isfinite().all()]).all():
         return
     check_weights(model)
@@ -213,6 +258,7 @@ def check_finite(
         count += len(tensors_of(x)[0])
     index = int((~outputs.isfinite().all(1)).nonzero()[0])
     raise CurvatureError(
-        f"the network's output for datum {index} is not finite although its input and all parameters are: "
+        f"the network's output for datum {index} is not finite although its input and all "
+        f"parameters are: "
         "the forward pass overflows; use smaller weights or a wider dtype"
     )

@@ -1,6 +1,8 @@
-"""Jacobian rows of weights that no rule covers: one gradient per datum, exact for any differentiable model.
+"""Jacobian rows of weights that no rule covers: one gradient per datum, exact for any
+differentiable model.
 
-The weights are handed to the model as leaves of their own, without what is attached to the parameters (hooks).
+The weights are handed to the model as leaves of their own, without what is attached to the
+parameters (hooks).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from asdl_marglik.watch.differentiable import TwiceDifferentiable
-from asdl_marglik.watch.model import Inputs, copied, map_inputs, run
+from asdl_marglik.watch.model import Inputs, copied, run, taken
 
 Seeds = Callable[[Tensor, int], Tensor]  # (outputs of datum i [1, C], i) -> seeds [K, C]
 
@@ -29,27 +31,37 @@ def leaves_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: w.detach().requires_grad_() for name, w in weights.items()}
 
 
-def rows(model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor) -> dict[str, Tensor]:
+def rows(
+    model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor
+) -> dict[str, Tensor]:
     """Rows [n, K, *shape] of each weight for x [n, A, ...] and seeds [n, K, C], without a graph."""
 
     def projected(w: dict[str, Tensor], x_i: Inputs, seed: Tensor) -> Tensor:
         return (averaged_output(model, w, x_i) * seed).sum()
 
     detached = {name: w.detach() for name, w in weights.items()}
-    per_datum = vmap(grad(projected), in_dims=(None, 0, 0))  # nested vmaps give wrong rows for PReLU
+    # nested vmaps give wrong rows for PReLU
+    per_datum = vmap(grad(projected), in_dims=(None, 0, 0))
     try:
         per_seed = [per_datum(detached, x, seeds[:, k]) for k in range(seeds.shape[1])]
         return {name: torch.stack([rows[name] for rows in per_seed], 1) for name in detached}
-    except (RuntimeError, ValueError, TypeError):  # control flow, in-place buffers, operations without a batching rule
+    # control flow, in-place buffers, operations without a batching rule
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+    ):
         return _rows_by_loop(model, weights, x, seeds)
 
 
-def _rows_by_loop(model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor) -> dict[str, Tensor]:
+def _rows_by_loop(
+    model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor
+) -> dict[str, Tensor]:
     leaves = leaves_of(weights)
     collected: list[list[Tensor]] = []
     with torch.enable_grad():
         for i in range(len(seeds)):
-            f = averaged_output(model, leaves, map_inputs(lambda t, i=i: t[i], x))  # type: ignore[misc]
+            f = averaged_output(model, leaves, taken(x, i))
             for seed in seeds[i]:
                 collected.append(gradients(f, list(leaves.values()), seed, retain=True))
     stacked = [torch.stack(column) for column in zip(*collected, strict=True)]
@@ -65,10 +77,12 @@ def pull(
     bars: dict[str, Tensor],
     leaves: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradient in `leaves` of sum_k <bar_k, row_k> for one datum with copies x_i [A, ...], by plain double backward.
+    """Gradient in `leaves` of sum_k <bar_k, row_k> for one datum with copies x_i [A, ...], by plain
+    double backward.
 
-    A row is J^T seed(f): it moves with the outputs through J and through the seed, whose own graph stays, but not
-    through their product. Not torch.func: its second derivatives through layer_norm are wrong in torch 2.13.
+    A row is J^T seed(f): it moves with the outputs through J and through the seed, whose own graph
+    stays, but not through their product. Not torch.func: its second derivatives through layer_norm
+    are wrong in torch 2.13.
     """
     own = leaves_of(weights)
     f = averaged_output(model, own, x_i)
@@ -93,6 +107,11 @@ def gradients(
     if not outputs.requires_grad:
         return [torch.zeros_like(t) for t in inputs]
     found = torch.autograd.grad(
-        outputs, inputs, cotangent, create_graph=create_graph, retain_graph=retain or create_graph, allow_unused=True
+        outputs,
+        inputs,
+        cotangent,
+        create_graph=create_graph,
+        retain_graph=retain or create_graph,
+        allow_unused=True,
     )
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True)]

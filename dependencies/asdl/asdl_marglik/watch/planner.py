@@ -1,7 +1,9 @@
-"""How each weight of a model gets its Jacobian rows: decided once, by running the model on two data points.
+"""How each weight of a model gets its Jacobian rows: decided once, by running the model on two data
+points.
 
-Every choice is checked there: the batch axis of each operation against the data points run alone, the rows of each
-weight against plain per-datum gradients. A weight whose rows do not pass goes the per-sample way.
+Every choice is checked there: the batch axis of each operation against the data points run alone,
+the rows of each weight against plain per-datum gradients. A weight whose rows do not pass goes the
+per-sample way.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from asdl_marglik.watch.model import (
     copied,
     map_inputs,
     run,
+    taken,
     tensors_of,
     versions,
 )
@@ -52,18 +55,27 @@ class Plan:
     has_input: list[bool]  # whether the rows of a use depend on its input
     rules: dict[str, str]  # weight -> how its rows are computed, for people
     persample: set[str] = field(default_factory=set)
-    piecewise_linear: bool = False  # in the inputs, on the two data points; every pass looks at its own graph
+    piecewise_linear: bool = (
+        False  # in the inputs, on the two data points; every pass looks at its own graph
+    )
     writes_inputs: bool = False  # the model changes its inputs in place
-    provisional: bool = False  # all cotangents were zero (a zero-initialised last layer): the checks say nothing yet
+    # all cotangents were zero (a zero-initialised last layer): the checks say nothing yet
+    provisional: bool = False
     bytes_per_input: int = 0  # activations that the graph of the outputs holds
-    bytes_of_uses: tuple[int, int] = (0, 0)  # inputs and outputs of all operations with weights, per input
+    # inputs and outputs of all operations with weights, per input
+    bytes_of_uses: tuple[int, int] = (
+        0,
+        0,
+    )
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def matched(self, recorder: Recorder, batch: int) -> list[tuple[Use, Layout | None]]:
-        """The uses of a pass with their layouts; refuses a pass that used the weights in another way than planned."""
+        """The uses of a pass with their layouts; refuses a pass that used the weights in another
+        way than planned.
+        """
         if self.persample == set(self.weights):
             return []  # each datum goes its own way
         if _signature(recorder) != self.signature or not recorder.opaque <= self.persample:
@@ -100,7 +112,7 @@ def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> 
     ):
         outputs = model(given)
     outputs = checked_outputs(outputs, 2)
-    alone = [_alone(model, weights, map_inputs(lambda t, i=i: t[i : i + 1], pair)) for i in range(2)]  # type: ignore[misc]
+    alone = [_alone(model, weights, taken(pair, slice(i, i + 1))) for i in range(2)]
     check_weights(model)
     check_inputs(pair)
     _refuse_mixing(model, pair, outputs, torch.cat([f for _, f in alone]))
@@ -114,7 +126,8 @@ def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> 
     )
     _verify_rows(plan, pair)
     plan.piecewise_linear = _is_piecewise_linear(plan, pair)
-    plan.provisional |= all(torch.equal(t[0], t[1]) for t in tensors_of(pair))  # nothing tells the two apart
+    # nothing tells the two apart
+    plan.provisional |= all(torch.equal(t[0], t[1]) for t in tensors_of(pair))
     return plan
 
 
@@ -122,20 +135,26 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise CurvatureError(
-                f"module {name!r} ({type(module).__name__}) keeps no running statistics and normalises by those of the "
-                "batch, so that a datum's output depends on the others; use track_running_stats=True, or another norm"
+                f"module {name!r} ({type(module).__name__}) keeps no running statistics and "
+                f"normalises by those of the "
+                "batch, so that a datum's output depends on the others; use "
+                "track_running_stats=True, or another norm"
             )
 
 
 def _refuse_mixing(model: nn.Module, pair: Inputs, outputs: Tensor, singles: Tensor) -> None:
-    """Refuse a model whose output for a datum depends on the others in its batch: it has no per-datum Jacobian."""
+    """Refuse a model whose output for a datum depends on the others in its batch: it has no
+    per-datum Jacobian.
+    """
     with torch.no_grad():
         atol = SAME * float(outputs.detach().abs().max())
         if outputs.shape != singles.shape or torch.allclose(outputs, singles, SAME, atol):
             return
-        if torch.allclose(outputs, run(model, copied(pair)), SAME, atol):  # else it is random: nothing can be said
+        # else it is random: nothing can be said
+        if torch.allclose(outputs, run(model, copied(pair)), SAME, atol):
             raise CurvatureError(
-                "the model's output for a datum changes with the other data of its batch (batch statistics?); the "
+                "the model's output for a datum changes with the other data of its batch (batch "
+                "statistics?); the "
                 "evidence needs outputs of each datum alone"
             )
 
@@ -147,14 +166,17 @@ def _two_points(x: Inputs) -> Inputs:
     return map_inputs(lambda t: torch.cat([t, t.flip(-1) if t.dim() > 1 else t]), x)
 
 
-def _alone(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> tuple[Recorder, Tensor]:
+def _alone(
+    model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs
+) -> tuple[Recorder, Tensor]:
     """The pass of a single datum, and its outputs."""
     try:
         with torch.enable_grad(), Recorder(weights, keep_outputs=True) as recorder:
             outputs = model(copied(x))
     except (RuntimeError, ValueError) as error:
         raise CurvatureError(
-            f"the model runs on two data points but not on one ({error}); the evidence needs outputs of each datum "
+            f"the model runs on two data points but not on one ({error}); the evidence needs "
+            f"outputs of each datum "
             "alone: no statistics of the batch, no fixed batch size"
         ) from error
     return recorder, checked_outputs(outputs, 1).detach()
@@ -165,7 +187,11 @@ def _signature(recorder: Recorder) -> list[tuple[str, tuple[tuple[str, str], ...
 
 
 def _candidate(
-    model: nn.Module, weights: dict[str, nn.Parameter], output_shape: torch.Size, joint: Recorder, alone: list[Recorder]
+    model: nn.Module,
+    weights: dict[str, nn.Parameter],
+    output_shape: torch.Size,
+    joint: Recorder,
+    alone: list[Recorder],
 ) -> Plan:
     signature, layouts = _signature(joint), []
     persample = set(joint.opaque) | (set(weights) - joint.seen)
@@ -187,13 +213,23 @@ def _candidate(
             uses_of[name].append((index, role))
             if not use.rule.has_factors(use.call, role):
                 without_factors.add(name)
-    rules = {name: " + ".join(sorted({joint.uses[i].rule.name for i, _ in uses})) for name, uses in uses_of.items()}
+    rules = {
+        name: " + ".join(sorted({joint.uses[i].rule.name for i, _ in uses}))
+        for name, uses in uses_of.items()
+    }
     kronecker = {
-        name for name, uses in uses_of.items()
-        if uses and name not in without_factors | persample and len({joint.uses[i].rule.name for i, _ in uses}) == 1
+        name
+        for name, uses in uses_of.items()
+        if uses
+        and name not in without_factors | persample
+        and len({joint.uses[i].rule.name for i, _ in uses}) == 1
         and len({role for _, role in uses}) == 1
-    }  # fmt: skip
-    ungrouped = {n for n in kronecker if all(joint.uses[i].call.options.get("groups", 1) == 1 for i, _ in uses_of[n])}
+    }
+    ungrouped = {
+        n
+        for n in kronecker
+        if all(joint.uses[i].call.options.get("groups", 1) == 1 for i, _ in uses_of[n])
+    }
     sides = {name: (len(weights[name]), weights[name][0].numel()) for name in ungrouped}
     positions = {
         name: sum(joint.uses[i].shape.numel() for i, _ in uses_of[name]) // (2 * len(weights[name]))
@@ -201,7 +237,17 @@ def _candidate(
     }
     has_input = [use.call.input is not None for use in joint.uses]
     plan = Plan(
-        model, weights, output_shape, signature, layouts, uses_of, kronecker, sides, positions, has_input, rules
+        model,
+        weights,
+        output_shape,
+        signature,
+        layouts,
+        uses_of,
+        kronecker,
+        sides,
+        positions,
+        has_input,
+        rules,
     )
     plan.persample = persample
     return plan
@@ -226,19 +272,23 @@ def _selection(plan: Plan, pair: Inputs) -> Selection:
         outputs = run(plan.model, copied(pair))
         outputs = outputs.reshape(len(outputs), -1)
     generator = torch.Generator().manual_seed(0)
-    seeds = torch.randn(2, 1, outputs.shape[1], generator=generator, dtype=torch.float64).to(outputs)
+    seeds = torch.randn(2, 1, outputs.shape[1], generator=generator, dtype=torch.float64).to(
+        outputs
+    )
     return Selection(_FixedSeeds(seeds), torch.arange(2, device=outputs.device), torch.zeros(2, 1))
 
 
 def _verify_rows(plan: Plan, pair: Inputs) -> None:
-    """Move every weight whose rows differ from its plain per-datum gradients to the per-sample path."""
+    """Move every weight whose rows differ from its plain per-datum gradients to the per-sample
+    path.
+    """
     selection = _selection(plan, pair)
     leaves = leaves_of(plan.weights)
     with torch.enable_grad():
         chunk = Chunk(plan, map_inputs(lambda t: t.unsqueeze(1), pair), selection)
         expected = []
         for i in range(2):
-            f = averaged_output(plan.model, leaves, map_inputs(lambda t, i=i: t[i : i + 1], pair))  # type: ignore[misc]
+            f = averaged_output(plan.model, leaves, taken(pair, slice(i, i + 1)))
             expected.append(gradients(f, list(leaves.values()), selection.of(i).seeds(f)[0, 0]))
     largest = max(float(g.abs().max()) for g in expected[0] + expected[1])
     for index, name in enumerate(plan.weights):
@@ -254,7 +304,9 @@ def _verify_rows(plan: Plan, pair: Inputs) -> None:
             plan.persample.add(name)
         plan.provisional |= not truth.any()
     plan.kronecker -= plan.persample
-    used_fast = {i for name, uses in plan.uses_of.items() if name not in plan.persample for i, _ in uses}
+    used_fast = {
+        i for name, uses in plan.uses_of.items() if name not in plan.persample for i, _ in uses
+    }
     plan.layouts = [layout if i in used_fast else None for i, layout in enumerate(plan.layouts)]
     for name in plan.persample:
         plan.rules[name] = "per-sample"
@@ -266,4 +318,6 @@ def _is_piecewise_linear(plan: Plan, pair: Inputs) -> bool:
         return False
     with torch.enable_grad():
         x = map_inputs(lambda t: t.detach().unsqueeze(1).requires_grad_(), pair)
-        return not Chunk(plan, x, _selection(plan, pair), differentiate="where needed").differentiable
+        return not Chunk(
+            plan, x, _selection(plan, pair), differentiate="where needed"
+        ).differentiable

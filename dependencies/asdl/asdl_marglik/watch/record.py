@@ -1,9 +1,10 @@
 """Which operations use which weights: recorded while the model runs, without touching its modules.
 
-A torch-function mode sees every torch call that receives a weight tensor. Calls that a rule understands become a `Use`
-(the operation's input and the place of its output in the autograd graph); a weight that meets any other call is
-`opaque` and is left to the per-sample path. Working on operations instead of modules covers raw parameters, tied
-weights, modules called several times and `nn.MultiheadAttention` alike, and leaves no hook behind.
+A torch-function mode sees every torch call that receives a weight tensor. Calls that a rule
+understands become a `Use` (the operation's input and the place of its output in the autograd
+graph); a weight that meets any other call is `opaque` and is left to the per-sample path. Working
+on operations instead of modules covers raw parameters, tied weights, modules called several times
+and `nn.MultiheadAttention` alike, and leaves no hook behind.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Use:
         tensor = self.call.input
         if tensor is not None and tensor._version != self.version:
             raise CurvatureError(
-                f"the input of {self.rule.name} (parameters {list(self.names.values())}) was modified in place after "
+                f"the input of {self.rule.name} (parameters {list(self.names.values())}) was "
+                f"modified in place after "
                 "it was used; use the out-of-place operation there"
             )
         return tensor
@@ -51,7 +53,9 @@ class Use:
 
 
 class Recorder(TwiceDifferentiable):
-    """Context in which a forward pass leaves its `uses` (in order of execution) and its `opaque` weights."""
+    """Context in which a forward pass leaves its `uses` (in order of execution) and its `opaque`
+    weights.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], *, keep_outputs: bool = False):
         super().__init__()
@@ -61,7 +65,9 @@ class Recorder(TwiceDifferentiable):
         self.opaque: set[str] = set()
         self.seen: set[str] = set()
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         touched = {id(t) for t in _tensors((args, kwargs)) if id(t) in self._names}
         if not touched:
@@ -75,17 +81,25 @@ class Recorder(TwiceDifferentiable):
         outputs = [t for t in _tensors(result) if t.requires_grad]
         if not outputs:  # a query such as `.shape` or `.dtype`
             return result
-        names = {role: self._names[id(t)] for role, t in call.weights.items() if id(t) in touched} if call else {}
+        names = (
+            {role: self._names[id(t)] for role, t in call.weights.items() if id(t) in touched}
+            if call
+            else {}
+        )
         self.opaque.update({self._names[i] for i in touched} - set(names.values()))
         if call is not None and names:
             assert rule is not None
             self.uses.append(
                 Use(
-                    rule, call, names, get_gradient_edge(result), result.shape,
+                    rule,
+                    call,
+                    names,
+                    get_gradient_edge(result),
+                    result.shape,
                     0 if call.input is None else call.input._version,
                     result.detach().clone() if self._keep_outputs else None,
                 )
-            )  # fmt: skip
+            )
         self.seen.update(self._names[i] for i in touched)
         return result
 
@@ -112,9 +126,13 @@ def _without_override_check(func: Callable) -> Callable:
     """The same Python function, minus the check that would hand it straight back to the mode."""
     if func not in _COMPOSITES:
         assert isinstance(func, FunctionType)
-        checks: Iterable[str] = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+        checks: Iterable[str] = [
+            name for name in func.__globals__ if name.startswith("has_torch_function")
+        ]
         scope = {**func.__globals__, **{name: lambda *_: False for name in checks}}
-        copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+        copy = FunctionType(
+            func.__code__, scope, func.__name__, func.__defaults__, func.__closure__
+        )
         copy.__kwdefaults__ = func.__kwdefaults__
         _COMPOSITES[func] = copy
     return _COMPOSITES[func]

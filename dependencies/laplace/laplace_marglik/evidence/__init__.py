@@ -1,1 +1,3 @@
-"""The marginal likelihood of the linearised Laplace approximation, estimated from blocks of data."""
+"""The marginal likelihood of the linearised Laplace approximation, estimated from blocks of
+data.
+"""

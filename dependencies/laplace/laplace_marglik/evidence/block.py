@@ -15,7 +15,9 @@ from laplace_marglik.likelihood import Likelihood
 
 @dataclass
 class PreparedBlock:
-    """Everything that stays fixed while the evidence of a block is evaluated, possibly several times."""
+    """Everything that stays fixed while the evidence of a block is evaluated, possibly several
+    times.
+    """
 
     passes: Passes
     shape: torch.Size  # of one datum's outputs
@@ -23,8 +25,8 @@ class PreparedBlock:
     n_column_blocks: float
     status: Status
     squares: Tensor  # of the weights, for the scatter
-    # where all but prior, noise and temperature stays: log-determinants as functions of the prior, outputs, and
-    # log-probabilities if no noise enters them
+    # where all but prior, noise and temperature stays: log-determinants as functions of the prior,
+    # outputs, and log-probabilities if no noise enters them
     log_dets: list[Settled] = field(default_factory=list)
     f: Tensor | None = None
     log_prob: Tensor | None = None
@@ -38,13 +40,15 @@ class PreparedBlock:
         each = likelihood.log_prob(f.double().reshape(-1, *self.shape), self.passes.rows_of_data[0])
         if not each.isfinite().all():
             raise MarglikError(
-                f"the log-likelihood of datum {int((~each.isfinite()).nonzero()[0])} is not finite; check its target"
+                f"the log-likelihood of datum {int((~each.isfinite()).nonzero()[0])} is not "
+                f"finite; check its target"
             )
         return each.sum()
 
 
 def status_of(structure: str, true_root: bool, *, everything: bool) -> Status:
-    """Of the evidence: curvature of independent blocks of a true root bounds it; that of all rows at once is exact.
+    """Of the evidence: curvature of independent blocks of a true root bounds it; that of all rows
+    at once is exact.
 
     A structure that does not say what it guarantees guarantees nothing.
     """

@@ -1,9 +1,12 @@
-"""The evidence of all data, with gradients in the augmentation that are estimated from one block at a time.
+"""The evidence of all data, with gradients in the augmentation that are estimated from one block at
+a time.
 
-The curvature statistics of all data are sums over data, G = sum_i G_i(eta). One pass over all data gives G and the
-derivative of the evidence in it; the derivative in eta is then a sum over data too, estimated without bias by a block:
+The curvature statistics of all data are sums over data, G = sum_i G_i(eta). One pass over all data
+gives G and the derivative of the evidence in it; the derivative in eta is then a sum over data too,
+estimated without bias by a block:
 
-    d log q / d eta = sum_i <d log q / d G, d G_i / d eta>  ~=  (N/S) sum_{i in block} <d log q / d G, d G_i / d eta>
+    d log q / d eta = sum_i <d log q / d G, d G_i / d eta>
+                   ~= (N/S) sum_{i in block} <d log q / d G, d G_i / d eta>
 
 Steps of one round share G, so that a step costs as much as its block (after Immer et al. 2022).
 """
@@ -39,7 +42,10 @@ class _Turns:
         number, lengths = next(self.order), self.whole.batch_lengths
         own = slice(sum(lengths[:number]), sum(lengths[: number + 1]))
         chosen = [
-            [bar[own] if kind == "rows" else bar for bar, kind in zip(part_bars, part.kinds, strict=True)]
+            [
+                bar[own] if kind == "rows" else bar
+                for bar, kind in zip(part_bars, part.kinds, strict=True)
+            ]
             for part, part_bars in zip(self.whole.parts, bars, strict=True)
         ]
         block = self.whole.only(number, *self.blocks[number])
@@ -52,9 +58,11 @@ class _Turns:
 def evidence_by_blocks(
     ml: MarginalLikelihood, blocks: Sequence[tuple[Any, Tensor]], generator: torch.Generator
 ) -> Callable[[], Evidence]:
-    """A function that evaluates all data for the current prior; each gradient in the augmentation is of a new block.
+    """A function that evaluates all data for the current prior; each gradient in the augmentation
+    is of a new block.
 
-    blocks: all data as batches (x, y) that can be read any number of times. generator: of their order.
+    blocks: all data as batches (x, y) that can be read any number of times. generator: of their
+    order.
     """
     order = _rounds(len(blocks), generator)
 
@@ -63,7 +71,8 @@ def evidence_by_blocks(
         for part in whole.passes.parts:
             if type(part).summarise is not Part.summarise:
                 raise MarglikError(
-                    f"gradients by blocks need a curvature that is a sum over data (kfac, diag), but that of "
+                    f"gradients by blocks need a curvature that is a sum over data (kfac, diag), "
+                    f"but that of "
                     f"{part.names[0]} is a kernel; use ml.full_batch"
                 )
         whole.passes.reuse = True

@@ -19,14 +19,16 @@ Status = Literal["exact", "bound", "approximation"]
 class Evidence:
     """An estimate of the log marginal likelihood of all N data, in nats.
 
-    total = log_likelihood - 1/2 scatter - 1/2 log_det_ratio. A "bound" from a block of a partition is an unbiased
-    estimate of a lower bound; `standard_error` is known when several blocks were averaged.
+    total = log_likelihood - 1/2 scatter - 1/2 log_det_ratio. A "bound" from a block of a partition
+    is an unbiased estimate of a lower bound; `standard_error` is known when several blocks were
+    averaged.
     """
 
     log_likelihood: Tensor
     scatter: Tensor
     log_det_ratio: Tensor
-    n_blocks: float  # how many such blocks make up the whole: what the block's log-determinant was multiplied with
+    # how many such blocks make up the whole: what the block's log-determinant was multiplied with
+    n_blocks: float
     status: Status
     standard_error: float | None = None
 
@@ -36,7 +38,10 @@ class Evidence:
 
     def detach(self) -> Evidence:
         """The same values without their graph."""
-        parts = {name: getattr(self, name).detach() for name in ("log_likelihood", "scatter", "log_det_ratio")}
+        parts = {
+            name: getattr(self, name).detach()
+            for name in ("log_likelihood", "scatter", "log_det_ratio")
+        }
         return replace(self, **parts)
 
     @staticmethod
@@ -52,14 +57,17 @@ class Evidence:
             scatter=torch.stack([e.scatter for e in evidences]).mean(),
             log_det_ratio=torch.stack([e.log_det_ratio for e in evidences]).mean(),
             n_blocks=sum(e.n_blocks for e in evidences) / len(evidences),
-            status="approximation" if "approximation" in statuses else ("bound" if "bound" in statuses else "exact"),
+            status="approximation"
+            if "approximation" in statuses
+            else ("bound" if "bound" in statuses else "exact"),
             standard_error=float(totals.std()) / math.sqrt(len(evidences)) if several else None,
         )
 
     def __repr__(self) -> str:
         error = "" if self.standard_error is None else f" +- {self.standard_error:.4g}"
         return (
-            f"Evidence(total={self.total.item():.6g}{error}, log_likelihood={self.log_likelihood.item():.6g}, "
+            f"Evidence(total={self.total.item():.6g}{error}, "
+            f"log_likelihood={self.log_likelihood.item():.6g}, "
             f"scatter={self.scatter.item():.6g}, log_det_ratio={self.log_det_ratio.item():.6g}, "
             f"n_blocks={self.n_blocks:g}, status={self.status!r})"
         )

@@ -1,8 +1,9 @@
-"""The marginal likelihood of a network under its linearised Laplace approximation, estimated from a block of data.
+"""The marginal likelihood of a network under its linearised Laplace approximation, estimated from a
+block of data.
 
-log q = log-likelihood - 1/2 scatter - 1/2 log-det ratio        (Immer et al. 2023, eq. 5 and theorem 2)
-log-likelihood = (N/S) sum_{i in block} log p(y_i | f_i) / tau,     scatter = (w - mu)^T P0 (w - mu)
-log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
+log q = log-likelihood - 1/2 scatter - 1/2 log-det ratio        (Immer et al. 2023, eq. 5 and
+theorem 2) log-likelihood = (N/S) sum_{i in block} log p(y_i | f_i) / tau,     scatter = (w - mu)^T
+P0 (w - mu) log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from asdl_marglik import (  # fmt: skip
+from asdl_marglik import (
     ALL,
     STRUCTURES,
     Arrangement,
@@ -47,7 +48,13 @@ from laplace_marglik.evidence.block import PreparedBlock, status_of
 from laplace_marglik.evidence.description import described
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.evidence.memory import Budget
-from laplace_marglik.evidence.rows import Rows, checked_columns, draw_columns, rows_for, seeds_per_datum
+from laplace_marglik.evidence.rows import (
+    Rows,
+    checked_columns,
+    draw_columns,
+    rows_for,
+    seeds_per_datum,
+)
 from laplace_marglik.likelihood import Likelihood, likelihood_for
 from laplace_marglik.likelihood.base import Root
 from laplace_marglik.partition import Block
@@ -57,34 +64,51 @@ T = TypeVar("T")
 
 
 class MarginalLikelihood:
-    """Estimates log q(data) from blocks of data, differentiable in every hyperparameter and never in the weights.
+    """Estimates log q(data) from blocks of data, differentiable in every hyperparameter and never
+    in the weights.
 
     likelihood: "classification", "regression", a `Likelihood` or a function log_prob(f, y).
-    structure: "ntk" | "full" | "blockdiag" | "kfac" | "diag". outputs: root columns per block, None for all. columns:
-    "shared" (one draw for the block) or "iid" (one per data point). root: "paper" | "fisher" | "symmetric" | "eigen".
-    augment: module x [n, ...] -> [n, A, ...]; the network's outputs are averaged over the A copies.
-    hyper: name patterns of parameters inside the network that are hyperparameters, not weights.
-    kfac: weight-sharing setting, "expand" | "reduce". blocks: block-diagonal by "module" or by "tensor".
-    memory_budget: bytes an estimate may take besides model and data; what is left of it saves recomputation (default:
-    half of the free memory, used sparingly). row_dtype: torch.float16 keeps rows of a kernel in half precision, each
-    with a scale of its own. chunk: inputs per forward pass (default: from the size of activations). generator: source
-    of columns and augmentations. ranks: processes that share every block; all are given the same one.
+    structure: "ntk" | "full" | "blockdiag" | "kfac" | "diag". outputs: root columns per block, None
+    for all. columns: "shared" (one draw for the block) or "iid" (one per data point). root: "paper"
+    | "fisher" | "symmetric" | "eigen". augment: module x [n, ...] -> [n, A, ...]; the network's
+    outputs are averaged over the A copies. hyper: name patterns of parameters inside the network
+    that are hyperparameters, not weights. kfac: weight-sharing setting, "expand" | "reduce".
+    blocks: block-diagonal by "module" or by "tensor". memory_budget: bytes an estimate may take
+    besides model and data; what is left of it saves recomputation (default: half of the free
+    memory, used sparingly). row_dtype: torch.float16 keeps rows of a kernel in half precision, each
+    with a scale of its own. chunk: inputs per forward pass (default: from the size of activations).
+    generator: source of columns and augmentations. ranks: processes that share every block; all are
+    given the same one.
     """
 
     def __init__(
-        self, model: nn.Module, likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor], *, n_data: int,
-        prior: GaussianPrior, structure: str = "ntk", outputs: int | None = None,
-        columns: Literal["shared", "iid"] = "shared", root: Root = "paper", augment: nn.Module | None = None,
-        hyper: Iterable[str] = (), kfac: Literal["expand", "reduce"] = "expand",
-        blocks: Literal["module", "tensor"] = "module", memory_budget: float | None = None,
-        row_dtype: torch.dtype | None = None, chunk: int | None = None, generator: torch.Generator | None = None,
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor],
+        *,
+        n_data: int,
+        prior: GaussianPrior,
+        structure: str = "ntk",
+        outputs: int | None = None,
+        columns: Literal["shared", "iid"] = "shared",
+        root: Root = "paper",
+        augment: nn.Module | None = None,
+        hyper: Iterable[str] = (),
+        kfac: Literal["expand", "reduce"] = "expand",
+        blocks: Literal["module", "tensor"] = "module",
+        memory_budget: float | None = None,
+        row_dtype: torch.dtype | None = None,
+        chunk: int | None = None,
+        generator: torch.Generator | None = None,
         ranks: Ranks | None = None,
-    ):  # fmt: skip
+    ):
         for name, value, choices in (
-            ("structure", structure, tuple(STRUCTURES)), ("columns", columns, ("shared", "iid")),
-            ("root", root, ("paper", "fisher", "symmetric", "eigen")), ("kfac", kfac, ("expand", "reduce")),
+            ("structure", structure, tuple(STRUCTURES)),
+            ("columns", columns, ("shared", "iid")),
+            ("root", root, ("paper", "fisher", "symmetric", "eigen")),
+            ("kfac", kfac, ("expand", "reduce")),
             ("blocks", blocks, ("module", "tensor")),
-        ):  # fmt: skip
+        ):
             if value not in choices:
                 raise MarglikError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         checks.positive_integer("n_data", n_data)
@@ -94,26 +118,45 @@ class MarginalLikelihood:
         if memory_budget is not None and not memory_budget >= 1:
             raise MarglikError(f"memory_budget must be at least 1, got {memory_budget}")
         self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
-        self.n_data, self.structure, self.outputs, self.columns, self.root = n_data, structure, outputs, columns, root
-        self.augment, self.kfac, self.blocks, self.chunk = checks.as_module(augment), kfac, blocks, chunk
+        self.n_data, self.structure, self.outputs, self.columns, self.root = (
+            n_data,
+            structure,
+            outputs,
+            columns,
+            root,
+        )
+        self.augment, self.kfac, self.blocks, self.chunk = (
+            checks.as_module(augment),
+            kfac,
+            blocks,
+            chunk,
+        )
         if row_dtype not in (None, torch.float16):
-            raise MarglikError(f"row_dtype must be torch.float16, or None for the dtype of the model, got {row_dtype}")
+            raise MarglikError(
+                f"row_dtype must be torch.float16, or None for the dtype of the model, got "
+                f"{row_dtype}"
+            )
         self.memory_budget, self.row_dtype, self._fast = memory_budget, row_dtype, ALL
         self.hyper, self.ranks = tuple(hyper), ranks
         self._hyper_in_network = hyperparameters_in(model, self.hyper)
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self._plan: Plan | None = None
-        self.in_double = False  # statistics in float64, from where single precision was not enough; for checkpoints
+        # statistics in float64, from where single precision was not enough; for checkpoints
+        self.in_double = False
         self._checked_weights()
         if prior.covariance:
-            raise MarglikError("curvature needs a prior of independent weights; drop covariance=, or use an ELBO")
+            raise MarglikError(
+                "curvature needs a prior of independent weights; drop covariance=, or use an ELBO"
+            )
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
         return trainable(self.model, self.hyper)
 
     def hyperparameters(self) -> list[nn.Parameter]:
-        """Everything `total` can be differentiated in: prior, likelihood, augmentation, and inside the network."""
+        """Everything `total` can be differentiated in: prior, likelihood, augmentation, and inside
+        the network.
+        """
         modules: list[nn.Module] = [self.prior, self.likelihood]
         if self.augment is not None:
             modules.append(self.augment)
@@ -124,14 +167,18 @@ class MarginalLikelihood:
         """The weights, if the prior is one of theirs."""
         weights = self.weights
         if not weights:
-            raise MarglikError("all weights of the model are frozen; unfreeze some, then build the prior anew")
+            raise MarglikError(
+                "all weights of the model are frozen; unfreeze some, then build the prior anew"
+            )
         self.prior.check(weights, self._hyper_in_network)
         return weights
 
-    # ------------------------------------------------------------------------------------------------ objectives
+    # ----------------------------------------------------------------------------------- objectives
 
     def map_loss(self, x: Any, y: Tensor) -> Tensor:
-        """Loss for the weights, per datum: -log p / tau + penalty / (2 N); detached from every hyperparameter."""
+        """Loss for the weights, per datum: -log p / tau + penalty / (2 N); detached from every
+        hyperparameter.
+        """
         f, y = self.outputs_of(x), checks.targets(y)
         scale = torch.exp(-self.likelihood.log_temperature.detach())
         with self.likelihood.constant():
@@ -139,7 +186,8 @@ class MarginalLikelihood:
         return data + self.prior.penalty(self.weights) / (2 * self.n_data)
 
     def outputs_of(self, x: Any, *, seed: int | None = None) -> Tensor:
-        """Outputs averaged over augmented copies, in the model's current mode; for training and prediction.
+        """Outputs averaged over augmented copies, in the model's current mode; for training and
+        prediction.
 
         seed: of the random augmentation; by default drawn from the generator.
         """
@@ -152,25 +200,33 @@ class MarginalLikelihood:
         flat = map_inputs(lambda t: t.flatten(0, 1), copies)
         return run(self.model, flat, detached).unflatten(0, (n, a)).mean(1)
 
-    def __call__(self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None) -> Evidence:
+    def __call__(
+        self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
+    ) -> Evidence:
         """The evidence of all data estimated from this block.
 
-        columns: explicit root columns [K] or [S, K]. block: the `Block` of a partition that x and y are; its columns
-        and counts are taken, whatever `outputs` says, and it must be of a partition of all n_data data and outputs.
+        columns: explicit root columns [K] or [S, K]. block: the `Block` of a partition that x and y
+        are; its columns and counts are taken, whatever `outputs` says, and it must be of a
+        partition of all n_data data and outputs.
         """
         return self._with_plan(lambda: self._evidence(self._single_block(x, y, columns, block)))
 
     def cached(
         self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
     ) -> Callable[[], Evidence]:
-        """A function that evaluates this block again for the current prior, noise and temperature, at S x S cost.
+        """A function that evaluates this block again for the current prior, noise and temperature,
+        at S x S cost.
 
         Everything else stays as it was, the weights included.
         """
-        return self._with_plan(lambda: self._reusable(lambda: self._single_block(x, y, columns, block, reuse=True)))
+        return self._with_plan(
+            lambda: self._reusable(lambda: self._single_block(x, y, columns, block, reuse=True))
+        )
 
     def full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Evidence:
-        """One block of all N data, streamed from a loader that gives the same batches every time (shuffle=False)."""
+        """One block of all N data, streamed from a loader that gives the same batches every time
+        (shuffle=False).
+        """
         return self._with_plan(lambda: self._evidence(self._all_data(loader)))
 
     def cached_full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Callable[[], Evidence]:
@@ -178,7 +234,9 @@ class MarginalLikelihood:
         return self._with_plan(lambda: self._reusable(lambda: self._all_data(loader, reuse=True)))
 
     def memory(self, x: Any, n: int | None = None) -> int:
-        """Bytes that an estimate and its gradient take besides model and data: of x, or of n data points like these."""
+        """Bytes that an estimate and its gradient take besides model and data: of x, or of n data
+        points like these.
+        """
         return self._laid_out(x, n)[2].bytes
 
     def describe(self, x: Any) -> str:
@@ -191,10 +249,12 @@ class MarginalLikelihood:
         parts = parts_of(self.structure, problem)
         return plan, parts, self._budget.arrange(problem, parts, again=True)
 
-    # -------------------------------------------------------------------------------------------------- assembly
+    # ------------------------------------------------------------------------------------- assembly
 
     def _with_plan(self, compute: Callable[[], T]) -> T:
-        """Run `compute`; again if the model takes another path than planned, or single precision is not enough."""
+        """Run `compute`; again if the model takes another path than planned, or single precision is
+        not enough.
+        """
         checks.outside_inference_mode()
         start = self.generator.get_state()
         replanned = False
@@ -224,11 +284,16 @@ class MarginalLikelihood:
     def _k(self, plan: Plan) -> int:
         c = plan.output_shape.numel()
         if self.outputs is not None and self.outputs > c:
-            raise MarglikError(f"outputs={self.outputs} but the network has only {c}; use outputs={c} or None for all")
+            raise MarglikError(
+                f"outputs={self.outputs} but the network has only {c}; use outputs={c} or None for "
+                f"all"
+            )
         return self.outputs or c
 
     def _rows(self, plan: Plan, k: int) -> Rows:
-        return rows_for(self.likelihood, plan.output_shape, self.root, k, contrasts=self._fast.fewer_seeds)
+        return rows_for(
+            self.likelihood, plan.output_shape, self.root, k, contrasts=self._fast.fewer_seeds
+        )
 
     def _problem(self, plan: Plan, n: int, k: int, copies: int) -> Problem:
         seeds = seeds_per_datum(self._rows(plan, k), k)
@@ -256,7 +321,9 @@ class MarginalLikelihood:
         if self.augment is None:
             return 1
         with torch.no_grad():
-            return tensors_of(augmented(self.augment, map_inputs(lambda t: t[:1], x), 0))[0].shape[1]
+            return tensors_of(augmented(self.augment, map_inputs(lambda t: t[:1], x), 0))[0].shape[
+                1
+            ]
 
     def _single_block(
         self, x: Any, y: Tensor, columns: Tensor | None, block: Block | None, *, reuse: bool = False
@@ -266,11 +333,13 @@ class MarginalLikelihood:
         if n == 0 or any(len(t) != n for t in tensors_of(x)):
             lengths = [len(t) for t in tensors_of(x)]
             raise MarglikError(
-                f"expected at least one datum and as many inputs as targets, got {lengths} inputs and {n} targets"
+                f"expected at least one datum and as many inputs as targets, got {lengths} inputs "
+                f"and {n} targets"
             )
         if n > self.n_data:
             raise MarglikError(
-                f"a block of {n} data points from n_data={self.n_data}: n_data is the size of the whole training set"
+                f"a block of {n} data points from n_data={self.n_data}: n_data is the size of the "
+                f"whole training set"
             )
         plan = self._planned(x)
         c = plan.output_shape.numel()
@@ -281,16 +350,26 @@ class MarginalLikelihood:
             columns = draw_columns(n, c, self._k(plan), self.columns == "iid", self.generator)
         columns = checked_columns(columns, n, c).to(y.device)
         k = columns.shape[1]
-        counts = (block.n_data_blocks, block.n_column_blocks) if block is not None else (self.n_data / n, c / k)
+        counts = (
+            (block.n_data_blocks, block.n_column_blocks)
+            if block is not None
+            else (self.n_data / n, c / k)
+        )
         passes = self._passes(plan, n, k, self._copies(x), lambda: [(x, y, columns)], reuse)
         return self._block(passes, k, plan, *counts)
 
-    def _all_data(self, loader: Iterable[tuple[Any, Tensor]], *, reuse: bool = False) -> PreparedBlock:
+    def _all_data(
+        self, loader: Iterable[tuple[Any, Tensor]], *, reuse: bool = False
+    ) -> PreparedBlock:
         if iter(loader) is loader:
-            raise MarglikError("the loader can be read only once; pass a DataLoader or a list of (x, y) batches")
+            raise MarglikError(
+                "the loader can be read only once; pass a DataLoader or a list of (x, y) batches"
+            )
         first = next(checks.pairs(loader), None)
         if first is None:
-            raise MarglikError("the loader is empty; it must yield (x, y) batches of all n_data data points")
+            raise MarglikError(
+                "the loader is empty; it must yield (x, y) batches of all n_data data points"
+            )
         plan = self._planned(self._placed(first[0]))
         c, k = plan.output_shape.numel(), self._k(plan)
         seed = self._seed()
@@ -300,19 +379,33 @@ class MarginalLikelihood:
             shared = None if self.columns == "iid" else draw_columns(1, c, k, False, generator)
             for x, y in checks.pairs(loader):
                 y = self._placed(checks.targets(y))
-                own = draw_columns(len(y), c, k, True, generator) if shared is None else shared.expand(len(y), -1)
+                own = (
+                    draw_columns(len(y), c, k, True, generator)
+                    if shared is None
+                    else shared.expand(len(y), -1)
+                )
                 if any(len(t) != len(y) for t in tensors_of(x)):
                     raise MarglikError("expected as many inputs as targets in every batch")
                 yield self._placed(x), y, own.to(y.device)
 
-        passes = self._passes(plan, self.n_data, k, self._copies(self._placed(first[0])), batches, reuse)
+        passes = self._passes(
+            plan, self.n_data, k, self._copies(self._placed(first[0])), batches, reuse
+        )
         return self._block(passes, k, plan, 1, c / k)
 
-    def _passes(self, plan: Plan, n: int, k: int, copies: int, batches: Callable[[], Iterable], reuse: bool) -> Passes:
-        """Both passes over some data; with `reuse`, the first one only, kept for prior, noise and temperature."""
-        in_network = [] if reuse else [p for p in self._hyper_in_network.values() if p.requires_grad]
+    def _passes(
+        self, plan: Plan, n: int, k: int, copies: int, batches: Callable[[], Iterable], reuse: bool
+    ) -> Passes:
+        """Both passes over some data; with `reuse`, the first one only, kept for prior, noise and
+        temperature.
+        """
+        in_network = (
+            [] if reuse else [p for p in self._hyper_in_network.values() if p.requires_grad]
+        )
         leaves: list[Tensor] = [] if reuse else [*in_network, *self.likelihood.root_parameters()]
-        in_augment = self.augment is not None and any(p.requires_grad for p in self.augment.parameters())
+        in_augment = self.augment is not None and any(
+            p.requires_grad for p in self.augment.parameters()
+        )
         _refuse_hooks([*leaves, *(self.augment.parameters() if self.augment is not None else ())])
         problem = self._problem(plan, n, k, copies)
         parts = parts_of(self.structure, problem)
@@ -321,22 +414,41 @@ class MarginalLikelihood:
         self._budget.check(self.structure, problem, arrangement, again=again)
         kind = Passes if self.ranks is None else partial(ShardedPasses, ranks=self.ranks)
         return kind(
-            plan, parts, self._rows(plan, k), batches, self.augment, n_data=n, seed=self._seed(), fast=self._fast,
-            arrangement=arrangement, network_leaves=leaves,
-            hyper_in_network=bool(in_network), differentiate_augmentation=not reuse, reuse=reuse,
-        )  # fmt: skip
+            plan,
+            parts,
+            self._rows(plan, k),
+            batches,
+            self.augment,
+            n_data=n,
+            seed=self._seed(),
+            fast=self._fast,
+            arrangement=arrangement,
+            network_leaves=leaves,
+            hyper_in_network=bool(in_network),
+            differentiate_augmentation=not reuse,
+            reuse=reuse,
+        )
 
-    def _block(self, passes: Passes, k: int, plan: Plan, n_data_blocks: float, n_column_blocks: float) -> PreparedBlock:
-        true_root = self.root != "paper" or self.likelihood.diagonal or k == plan.output_shape.numel()
-        status = status_of(self.structure, true_root, everything=n_data_blocks * n_column_blocks == 1)
+    def _block(
+        self, passes: Passes, k: int, plan: Plan, n_data_blocks: float, n_column_blocks: float
+    ) -> PreparedBlock:
+        true_root = (
+            self.root != "paper" or self.likelihood.diagonal or k == plan.output_shape.numel()
+        )
+        status = status_of(
+            self.structure, true_root, everything=n_data_blocks * n_column_blocks == 1
+        )
         check_weights(self.model)
         squares = self.prior.squares(self.weights)
-        return PreparedBlock(passes, plan.output_shape, n_data_blocks, n_column_blocks, status, squares)
+        return PreparedBlock(
+            passes, plan.output_shape, n_data_blocks, n_column_blocks, status, squares
+        )
 
     def _reusable(self, prepare: Callable[[], PreparedBlock]) -> Callable[[], Evidence]:
         if self.likelihood.root_parameters():
             raise MarglikError(
-                "a cached evaluation follows prior, noise and temperature only, and this likelihood has other "
+                "a cached evaluation follows prior, noise and temperature only, and this "
+                "likelihood has other "
                 "learnable parameters; freeze them or evaluate ml(x, y) anew"
             )
         start = self.generator.get_state()
@@ -359,17 +471,23 @@ class MarginalLikelihood:
             f, parts = statistics(passes, self.prior.log_precision)
             if not passes.summary_depends_on_precision:
                 mixing = passes.rule.weights(f, *passes.rows_of_data)
-                block.log_dets = [p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)]
+                block.log_dets = [
+                    p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)
+                ]
                 keep = self.likelihood.constant_log_prob and self._fast.kept_log_prob
                 block.f, block.log_prob = f, block.log_prob_of(f, self.likelihood) if keep else None
         return block
 
-    def _in_double(self, block: PreparedBlock, prepare: Callable[[], PreparedBlock], start: Tensor) -> PreparedBlock:
+    def _in_double(
+        self, block: PreparedBlock, prepare: Callable[[], PreparedBlock], start: Tensor
+    ) -> PreparedBlock:
         """The same cached block with statistics in float64, which the prior of now needs."""
         if not block.passes.unchanged:
             raise MarglikError(
-                "at this prior a cached block in single precision leaves its determinant to rounding, and the "
-                "parameters have moved since it was made, so that it cannot be made again; call ml.cached anew"
+                "at this prior a cached block in single precision leaves its determinant to "
+                "rounding, and the "
+                "parameters have moved since it was made, so that it cannot be made again; call "
+                "ml.cached anew"
             )
         self.in_double, present = True, self.generator.get_state()
         try:
@@ -389,12 +507,20 @@ class MarginalLikelihood:
         else:
             f, parts = statistics(passes, log_precision)
             mixing = passes.rule.weights(f, *passes.rows_of_data)
-            log_dets = [p.log_det_ratio(s, mixing, scale, theta) for p, s in zip(passes.parts, parts, strict=True)]
-        log_prob = block.log_prob_of(f, self.likelihood) if block.log_prob is None else block.log_prob
+            log_dets = [
+                p.log_det_ratio(s, mixing, scale, theta)
+                for p, s in zip(passes.parts, parts, strict=True)
+            ]
+        log_prob = (
+            block.log_prob_of(f, self.likelihood) if block.log_prob is None else block.log_prob
+        )
         return Evidence(
-            log_likelihood=block.n_data_blocks * log_prob * torch.exp(-self.likelihood.log_temperature.double()),
+            log_likelihood=block.n_data_blocks
+            * log_prob
+            * torch.exp(-self.likelihood.log_temperature.double()),
             scatter=self.prior.scatter(block.squares),
-            log_det_ratio=block.n_blocks * (torch.stack(log_dets).sum() if len(log_dets) > 1 else log_dets[0]),
+            log_det_ratio=block.n_blocks
+            * (torch.stack(log_dets).sum() if len(log_dets) > 1 else log_dets[0]),
             n_blocks=block.n_blocks,
             status=block.status,
         )
@@ -408,15 +534,19 @@ class MarginalLikelihood:
 
 
 _MANY_PATHS = (
-    "the model uses its weights differently from one data point to the next (data-dependent control flow); evaluate "
+    "the model uses its weights differently from one data point to the next (data-dependent "
+    "control flow); evaluate "
     "such data in separate blocks"
 )
 
 
 def _refuse_hooks(leaves: Iterable[Tensor]) -> None:
-    """Hooks on hyperparameters behind the outputs would act inside the estimate, and again on its result."""
+    """Hooks on hyperparameters behind the outputs would act inside the estimate, and again on its
+    result.
+    """
     if any(leaf._backward_hooks for leaf in leaves):
         raise MarglikError(
-            "a hyperparameter of the network, the likelihood or the augmentation has a gradient hook, which would act "
+            "a hyperparameter of the network, the likelihood or the augmentation has a gradient "
+            "hook, which would act "
             "twice; remove it and change the gradient after backward() instead"
         )

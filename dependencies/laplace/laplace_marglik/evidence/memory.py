@@ -26,7 +26,14 @@ class Budget:
 
     def arrange(self, problem: Problem, parts: list[Part], *, again: bool) -> Arrangement:
         """The layout of both passes in memory, or of the first alone."""
-        return arrange(problem, parts, again=again, budget=self.allowed, spend=self.bytes is not None, chunk=self.chunk)
+        return arrange(
+            problem,
+            parts,
+            again=again,
+            budget=self.allowed,
+            spend=self.bytes is not None,
+            chunk=self.chunk,
+        )
 
     def check(self, structure: str, problem: Problem, found: Arrangement, *, again: bool) -> None:
         """Refuse what cannot fit, naming what does."""
@@ -40,7 +47,13 @@ class Budget:
                 choices.append(f"structure={other!r}")
                 break
         raise MarglikError(
-            f"{structure} curvature of {problem.n_data} data points with {problem.rows_per_datum} rows each needs "
-            f"about {found.bytes / 1e9:.2g} GB, and {allowed / 1e9:.2g} GB may be used (memory_budget); "
-            + (f"use {' or '.join(choices)}" if choices else "nothing smaller fits: raise memory_budget")
+            f"{structure} curvature of {problem.n_data} data points with {problem.rows_per_datum} "
+            f"rows each needs "
+            f"about {found.bytes / 1e9:.2g} GB, and {allowed / 1e9:.2g} GB may be used "
+            f"(memory_budget); "
+            + (
+                f"use {' or '.join(choices)}"
+                if choices
+                else "nothing smaller fits: raise memory_budget"
+            )
         )

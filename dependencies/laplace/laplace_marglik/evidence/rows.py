@@ -1,9 +1,10 @@
 """Which rows of U^T J a block contains, in the two forms the curvature engine takes.
 
-Single outputs: constant seeds (one-hot), with the root of the sub-block of Lambda as mixing weights afterwards. Used
-for all outputs (any root gives the same determinant), for diagonal Lambda, and for the published estimator.
-Contrasts: as before for all outputs, with fewer seeds where the likelihood ignores a direction of the outputs.
-Root columns: the seeds are columns of a true root and depend on the outputs.
+Single outputs: constant seeds (one-hot), with the root of the sub-block of Lambda as mixing weights
+afterwards. Used for all outputs (any root gives the same determinant), for diagonal Lambda, and for
+the published estimator. Contrasts: as before for all outputs, with fewer seeds where the likelihood
+ignores a direction of the outputs. Root columns: the seeds are columns of a true root and depend on
+the outputs.
 """
 
 from __future__ import annotations
@@ -62,8 +63,12 @@ class RootColumns:
 Rows = SingleOutputs | Contrasts | RootColumns
 
 
-def rows_for(likelihood: Likelihood, shape: torch.Size, root: Root, k: int, *, contrasts: bool = True) -> Rows:
-    """The form in which k of all root columns are computed; `contrasts` allows that of fewer seeds."""
+def rows_for(
+    likelihood: Likelihood, shape: torch.Size, root: Root, k: int, *, contrasts: bool = True
+) -> Rows:
+    """The form in which k of all root columns are computed; `contrasts` allows that of fewer
+    seeds.
+    """
     directions = likelihood.contrasts(shape) if contrasts and k == shape.numel() else None
     if directions is not None:
         return Contrasts(likelihood, shape, directions)
@@ -90,12 +95,22 @@ def checked_columns(columns: Tensor, n: int, c: int) -> Tensor:
     columns = torch.as_tensor(columns)
     if columns.dim() == 1:
         columns = columns.expand(n, -1)
-    if columns.dim() != 2 or len(columns) != n or columns.is_floating_point() or not columns.shape[1]:
+    if (
+        columns.dim() != 2
+        or len(columns) != n
+        or columns.is_floating_point()
+        or not columns.shape[1]
+    ):
         raise MarglikError(
-            f"columns must be integers [K] or [{n}, K], got {columns.dtype} of shape {tuple(columns.shape)}"
+            f"columns must be integers [K] or [{n}, K], got {columns.dtype} of shape "
+            f"{tuple(columns.shape)}"
         )
     if int(columns.min()) < 0 or int(columns.max()) >= c:
-        raise MarglikError(f"columns must be in 0..{c - 1}, got {int(columns.min())}..{int(columns.max())}")
+        raise MarglikError(
+            f"columns must be in 0..{c - 1}, got {int(columns.min())}..{int(columns.max())}"
+        )
     if (columns.sort(1).values.diff(dim=1) == 0).any():
-        raise MarglikError("columns of a datum must be distinct; a repeated row would be counted twice")
+        raise MarglikError(
+            "columns of a datum must be distinct; a repeated row would be counted twice"
+        )
     return columns

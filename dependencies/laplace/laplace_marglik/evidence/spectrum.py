@@ -1,6 +1,8 @@
-"""The evidence of a block as a function of one prior precision: one decomposition, then every value for free.
+"""The evidence of a block as a function of one prior precision: one decomposition, then every value
+for free.
 
-log|I + V V^T / delta| = sum_j log(1 + lambda_j / delta),   lambda the eigenvalues of the block's curvature
+log|I + V V^T / delta| = sum_j log(1 + lambda_j / delta),   lambda the eigenvalues of the block's
+curvature
 """
 
 from __future__ import annotations
@@ -31,24 +33,36 @@ class Spectrum:
         """The block's evidence at a prior precision."""
         log_det = torch.log1p(self.values / precision).sum()
         return Evidence(
-            self.log_likelihood, precision * self.square, self.n_blocks * log_det, self.n_blocks, self.status
+            self.log_likelihood,
+            precision * self.square,
+            self.n_blocks * log_det,
+            self.n_blocks,
+            self.status,
         )
 
 
 class SpectralMarginalLikelihood(MarginalLikelihood):
-    """A marginal likelihood with a scalar prior that can give the spectrum of a block's curvature."""
+    """A marginal likelihood with a scalar prior that can give the spectrum of a block's
+    curvature.
+    """
 
     def spectrum(self, x: Tensor, y: Tensor, block: Block) -> Spectrum:
         """One pass over the block and one decomposition of its small matrices."""
         if self.prior.log_precision.numel() != 1:
-            raise MarglikError("a spectrum needs one prior precision for all weights: GaussianPrior(model, 'scalar').")
+            raise MarglikError(
+                "a spectrum needs one prior precision for all weights: GaussianPrior(model, "
+                "'scalar')."
+            )
         self.in_double = True  # it will be asked for weak priors too
         with torch.no_grad():
             return self._with_plan(lambda: self._spectrum(x, y, block))
 
     def gram(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs f [N, C] and the kernel J P0^-1 J^T [N C, N C] of all outputs, for the structure ntk."""
-        self._fast = replace(ALL, fewer_seeds=False)  # single outputs are asked for, not their contrasts
+        """Outputs f [N, C] and the kernel J P0^-1 J^T [N C, N C] of all outputs, for the structure
+        ntk.
+        """
+        # single outputs are asked for, not their contrasts
+        self._fast = replace(ALL, fewer_seeds=False)
         with torch.no_grad():
             made = self._with_plan(lambda: self._single_block(x, y, None, None))
             f, ((grams,),) = statistics(made.passes, self.prior.log_precision)

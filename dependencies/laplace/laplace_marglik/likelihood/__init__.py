@@ -1,4 +1,6 @@
-"""Likelihoods: how targets are distributed given the network's outputs, and a root of the curvature that follows."""
+"""Likelihoods: how targets are distributed given the network's outputs, and a root of the curvature
+that follows.
+"""
 
 from laplace_marglik.likelihood.base import FromLogProb, Likelihood, likelihood_for
 from laplace_marglik.likelihood.categorical import Categorical
@@ -11,7 +13,13 @@ from laplace_marglik.likelihood.diagonal import (
 )
 
 __all__ = [
-    "Bernoulli", "Categorical", "DiagonalLikelihood", "FromLogProb", "Gaussian", "HeteroscedasticGaussian",
+    "Bernoulli",
+    "Categorical",
+    "DiagonalLikelihood",
+    "FromLogProb",
+    "Gaussian",
+    "HeteroscedasticGaussian",
     "Likelihood",
-    "Poisson", "likelihood_for",
-]  # fmt: skip
+    "Poisson",
+    "likelihood_for",
+]

@@ -20,21 +20,25 @@ Root = Literal["paper", "fisher", "symmetric", "eigen"]
 class Likelihood(nn.Module):
     """p(y | f) for outputs f [n, ...]; a subclass needs only `log_prob`.
 
-    The curvature Lambda = -d^2 log p / df^2 is `curvature_scale() * hessian(f, y)`: global factors (temperature, noise)
-    are kept apart so that learning them needs no new pass over the data. Outputs are counted in memory order, C of them
-    in all, whatever their shape.
+    The curvature Lambda = -d^2 log p / df^2 is `curvature_scale() * hessian(f, y)`: global factors
+    (temperature, noise) are kept apart so that learning them needs no new pass over the data.
+    Outputs are counted in memory order, C of them in all, whatever their shape.
     """
 
     diagonal = False  # whether Lambda is diagonal: then single outputs are true root rows
-    constant_log_prob = False  # whether `log_prob` is a function of f and y alone, which no parameter can change
+    constant_log_prob = (
+        False  # whether `log_prob` is a function of f and y alone, which no parameter can change
+    )
     discrete = False  # whether targets are discrete: then log p <= 0
-    scale_parameters: tuple[str, ...] = ("log_temperature",)  # parameters that enter only through `curvature_scale`
+    # parameters that enter only through `curvature_scale`
+    scale_parameters: tuple[str, ...] = ("log_temperature",)
 
     def __init__(self, temperature: float = 1.0, *, learn_temperature: bool = False):
         super().__init__()
         positive_number("temperature", temperature)
         self.log_temperature = nn.Parameter(
-            torch.tensor(math.log(temperature), dtype=torch.float64), requires_grad=learn_temperature
+            torch.tensor(math.log(temperature), dtype=torch.float64),
+            requires_grad=learn_temperature,
         )
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
@@ -50,7 +54,9 @@ class Likelihood(nn.Module):
         return torch.exp(-self.log_temperature.double())
 
     def check_scales(self) -> None:
-        """Refuse temperatures and noises that overflow, with which the data would count for nothing, or alone."""
+        """Refuse temperatures and noises that overflow, with which the data would count for
+        nothing, or alone.
+        """
         for name in self.scale_parameters:
             value = getattr(self, name).item()
             if not abs(value) <= LARGEST_LOG:
@@ -58,7 +64,11 @@ class Likelihood(nn.Module):
 
     def root_parameters(self) -> list[nn.Parameter]:
         """Learnable parameters that shape the Hessian itself."""
-        return [p for name, p in self.named_parameters() if p.requires_grad and name not in self.scale_parameters]
+        return [
+            p
+            for name, p in self.named_parameters()
+            if p.requires_grad and name not in self.scale_parameters
+        ]
 
     @contextmanager
     def constant(self) -> Iterator[None]:
@@ -72,35 +82,49 @@ class Likelihood(nn.Module):
                 p.requires_grad_(True)
 
     def hessian(self, f: Tensor, y: Tensor) -> Tensor:
-        """-d^2 log p / df^2 [n, C, C] by differentiating `log_prob` twice; may still be indefinite."""
+        """-d^2 log p / df^2 [n, C, C] by differentiating `log_prob` twice; may still be
+        indefinite.
+        """
         with torch.enable_grad():
             flat = f.flatten(1)
             flat = flat if flat.requires_grad else flat.detach().requires_grad_()
             log_prob = self.log_prob(flat.reshape(f.shape), y)
             if log_prob.shape != f.shape[:1]:
-                raise MarglikError(f"log_prob must return one value per datum [{len(f)}], got {tuple(log_prob.shape)}")
+                raise MarglikError(
+                    f"log_prob must return one value per datum [{len(f)}], got "
+                    f"{tuple(log_prob.shape)}"
+                )
             (slope,) = torch.autograd.grad(log_prob.sum(), flat, create_graph=True)
             columns = [
-                torch.autograd.grad(slope[:, c].sum(), flat, create_graph=True, allow_unused=True)[0]
-                if slope.requires_grad else None
+                torch.autograd.grad(slope[:, c].sum(), flat, create_graph=True, allow_unused=True)[
+                    0
+                ]
+                if slope.requires_grad
+                else None
                 for c in range(flat.shape[1])
-            ]  # fmt: skip
+            ]
         return -torch.stack([torch.zeros_like(flat) if c is None else c for c in columns], 1)
 
     def root(self, f: Tensor, y: Tensor, kind: Root, columns: Tensor) -> Tensor:
-        """Columns [n, C, K] of a root U of the Hessian's positive semi-definite part, U U^T = Lambda."""
+        """Columns [n, C, K] of a root U of the Hessian's positive semi-definite part, U U^T =
+        Lambda.
+        """
         hessian = self.hessian(f, y)
         root = eigen_root(hessian) if kind == "eigen" else psd_sqrt(hessian)
         return root.gather(2, columns.unsqueeze(1).expand(-1, root.shape[1], -1))
 
     def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
-        """A root [n, K, K] of the Hessian's sub-block at the given outputs; None for the identity."""
+        """A root [n, K, K] of the Hessian's sub-block at the given outputs; None for the
+        identity.
+        """
         hessian = self.hessian(f, y)
         block = hessian.gather(1, columns.unsqueeze(2).expand(-1, -1, hessian.shape[2]))
         return psd_sqrt(block.gather(2, columns.unsqueeze(1).expand(-1, columns.shape[1], -1)))
 
     def root_product(self, f: Tensor, y: Tensor, xi: Tensor) -> Tensor:
-        """U xi of vectors xi [k, n, ...] shaped as k times the outputs; noise of covariance U U^T if xi is normal."""
+        """U xi of vectors xi [k, n, ...] shaped as k times the outputs; noise of covariance U U^T
+        if xi is normal.
+        """
         columns = torch.arange(f[0].numel(), device=f.device).expand(len(f), -1)
         root = self.root(f, y, "symmetric", columns)
         return torch.einsum("ncd,knd->knc", root, xi.flatten(2)).reshape(xi.shape)
@@ -110,7 +134,9 @@ class Likelihood(nn.Module):
         return self.root_product(f, y, self.root_product(f, y, v))
 
     def contrasts(self, shape: torch.Size) -> Tensor | None:
-        """Directions [R, C] of the outputs that span all the curvature there is, if these are fewer than C."""
+        """Directions [R, C] of the outputs that span all the curvature there is, if these are fewer
+        than C.
+        """
         return None
 
     def contrast_root(self, f: Tensor, y: Tensor) -> Tensor:
@@ -119,7 +145,9 @@ class Likelihood(nn.Module):
 
 
 class FromLogProb(Likelihood):
-    """A likelihood given by a function `log_prob(f, y) -> [n]`; of an indefinite Hessian the PSD part is used."""
+    """A likelihood given by a function `log_prob(f, y) -> [n]`; of an indefinite Hessian the PSD
+    part is used.
+    """
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0):
         super().__init__(temperature)
@@ -130,7 +158,9 @@ class FromLogProb(Likelihood):
 
 
 def likelihood_for(spec: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
-    """A likelihood from its name ("classification", "regression"), from a `log_prob` function, or as it is."""
+    """A likelihood from its name ("classification", "regression"), from a `log_prob` function, or
+    as it is.
+    """
     from laplace_marglik.likelihood import Categorical, Gaussian
 
     if isinstance(spec, Likelihood):
@@ -142,5 +172,6 @@ def likelihood_for(spec: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) 
     if callable(spec):
         return FromLogProb(spec)
     raise MarglikError(
-        f"likelihood must be 'classification', 'regression', a Likelihood or a function log_prob(f, y), got {spec!r}"
+        f"likelihood must be 'classification', 'regression', a Likelihood or a function "
+        f"log_prob(f, y), got {spec!r}"
     )

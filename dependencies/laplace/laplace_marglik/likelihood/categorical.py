@@ -1,19 +1,21 @@
 """Classes, with softmax outputs; one class axis, any number of further axes (pixels, tokens).
 
-With class probabilities p the curvature is Lambda = diag(p) - p p^T. Its roots, all in log space so that their
-derivatives stay finite when the softmax saturates:
+With class probabilities p the curvature is Lambda = diag(p) - p p^T. Its roots, all in log space so
+that their derivatives stay finite when the softmax saturates:
 
-    fisher      U = diag(sqrt p) - p sqrt(p)^T:  column r is sqrt(p_r) times the derivative of log p_r in the outputs
+    fisher      U = diag(sqrt p) - p sqrt(p)^T:  column r is sqrt(p_r) d log p_r / df
     symmetric   U = Lambda^{1/2}
     eigen       U = V E^{1/2}, columns by decreasing eigenvalue
 
-Lambda ignores a common shift of the outputs, so C - 1 contrasts Q (orthonormal, orthogonal to the shift) carry all of
-it: Q^T Lambda Q = T T^T with T = Q^T U W, U the Fisher root and W the C - 1 directions orthogonal to its null vector.
+Lambda ignores a common shift of the outputs, so C - 1 contrasts Q (orthonormal, orthogonal to the
+shift) carry all of it: Q^T Lambda Q = T T^T with T = Q^T U W, U the Fisher root and W the C - 1
+directions orthogonal to its null vector.
 
-Any partition of the columns of a true root gives a lower bound of the evidence. The published estimator ("paper") takes
-the sub-block of Lambda at the chosen outputs instead, p_c (1 - p_c) for a single one, which is not a bound: with one
-datum, two classes and J P0^-1 J^T = q [[1, -1], [-1, 1]], Lambda = a [[1, -1], [-1, 1]], the exact determinant is 1 +
-4 q a, the product over single outputs (1 + q a)^2, which is smaller whenever 0 < q a < 2.
+Any partition of the columns of a true root gives a lower bound of the evidence. The published
+estimator ("paper") takes the sub-block of Lambda at the chosen outputs instead, p_c (1 - p_c) for a
+single one, which is not a bound: with one datum, two classes and J P0^-1 J^T = q [[1, -1], [-1,
+1]], Lambda = a [[1, -1], [-1, 1]], the exact determinant is 1 + 4 q a, the product over single
+outputs (1 + q a)^2, which is smaller whenever 0 < q a < 2.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from laplace_marglik.likelihood.base import Likelihood, Root
 
 
 class Categorical(Likelihood):
-    """y in {0, ..., C - 1} with logits f [n, C], or f [n, C, ...] with targets [n, ...], as in `cross_entropy`."""
+    """y in {0, ..., C - 1} with logits f [n, C], or f [n, C, ...] with targets [n, ...], as in
+    `cross_entropy`.
+    """
 
     constant_log_prob = True
     discrete = True
@@ -36,10 +40,13 @@ class Categorical(Likelihood):
         log_p, y = self._log_p(f), y.reshape(len(f), -1)
         if y.shape[1] != log_p.shape[1] or y.is_floating_point():
             raise MarglikError(
-                f"expected integer class indices of shape {(len(f), *f.shape[2:])}, got {tuple(y.shape)} of {y.dtype}"
+                f"expected integer class indices of shape {(len(f), *f.shape[2:])}, got "
+                f"{tuple(y.shape)} of {y.dtype}"
             )
         if y.numel() and not (int(y.min()) >= 0 and int(y.max()) < f.shape[1]):
-            raise MarglikError(f"class indices must be in 0..{f.shape[1] - 1}, got {int(y.min())}..{int(y.max())}")
+            raise MarglikError(
+                f"class indices must be in 0..{f.shape[1] - 1}, got {int(y.min())}..{int(y.max())}"
+            )
         return log_p.gather(2, y.unsqueeze(2)).sum((1, 2))
 
     def predict(self, f: Tensor) -> Tensor:
@@ -73,7 +80,9 @@ class Categorical(Likelihood):
         return self._embed(_contrasts(p.shape[2]).to(p).mT @ reflected[..., :-1])
 
     def _embed(self, blocks: Tensor) -> Tensor:
-        """Blocks [n, T, V, V] per position as one matrix over the flattened outputs [n, V T, V T]."""
+        """Blocks [n, T, V, V] per position as one matrix over the flattened outputs [n, V T, V
+        T].
+        """
         n, t, v, _ = blocks.shape
         full = torch.diag_embed(blocks.permute(0, 2, 3, 1))  # [n, V, V, T, T]
         return full.permute(0, 1, 3, 2, 4).reshape(n, v * t, v * t)
@@ -82,7 +91,9 @@ class Categorical(Likelihood):
         log_p = self._log_p(f)
         p, (n, t, v) = log_p.exp(), log_p.shape
         if kind == "fisher":
-            roots = torch.diag_embed(torch.exp(log_p / 2)) - p.unsqueeze(3) * torch.exp(log_p / 2).unsqueeze(2)
+            roots = torch.diag_embed(torch.exp(log_p / 2)) - p.unsqueeze(3) * torch.exp(
+                log_p / 2
+            ).unsqueeze(2)
         else:
             hessian = torch.diag_embed(p) - p.unsqueeze(3) * p.unsqueeze(2)
             roots = eigen_root(hessian) if kind == "eigen" else psd_sqrt(hessian)
@@ -103,7 +114,9 @@ class Categorical(Likelihood):
         return p * (v - (p * v).sum(2, keepdim=True))
 
     def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
-        """diag(sqrt p) - c p sqrt(p)^T, c = 1 / (1 + sqrt(1 - sum p)), over the chosen outputs of each position."""
+        """diag(sqrt p) - c p sqrt(p)^T, c = 1 / (1 + sqrt(1 - sum p)), over the chosen outputs of
+        each position.
+        """
         log_p = self._log_p(f)
         n, t, v = log_p.shape
         position, label = columns % t, columns // t
@@ -113,15 +126,23 @@ class Categorical(Likelihood):
         selected[index, position, label] = True
         rest = log_p.masked_fill(selected, -torch.inf)
         some_left = (~selected).any(2)
-        safe = rest.masked_fill(~some_left.unsqueeze(2), 0.0)  # logsumexp of nothing has no derivative
+        # logsumexp of nothing has no derivative
+        safe = rest.masked_fill(~some_left.unsqueeze(2), 0.0)
         root_rest = torch.exp(safe.logsumexp(2) / 2) * some_left  # sqrt(1 - sum p)
         c = (1 / (1 + root_rest)).gather(1, position)  # [n, K]
         same = (position.unsqueeze(2) == position.unsqueeze(1)).to(chosen.dtype)
         root_p = torch.exp(chosen / 2)
-        return torch.diag_embed(root_p) - (c * chosen.exp()).unsqueeze(2) * root_p.unsqueeze(1) * same
+        return (
+            torch.diag_embed(root_p) - (c * chosen.exp()).unsqueeze(2) * root_p.unsqueeze(1) * same
+        )
 
 
 def _contrasts(v: int) -> Tensor:
-    """Orthonormal contrasts [V, V - 1] (Helmert): column r compares output r + 1 with the mean of those before."""
-    q = torch.triu(torch.ones(v, v - 1, dtype=torch.float64)) - torch.diag(torch.arange(1.0, v), -1)[:, :-1]
+    """Orthonormal contrasts [V, V - 1] (Helmert): column r compares output r + 1 with the mean of
+    those before.
+    """
+    q = (
+        torch.triu(torch.ones(v, v - 1, dtype=torch.float64))
+        - torch.diag(torch.arange(1.0, v), -1)[:, :-1]
+    )
     return q / q.norm(dim=0)

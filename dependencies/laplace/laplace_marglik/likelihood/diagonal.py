@@ -1,4 +1,6 @@
-"""Likelihoods that treat outputs independently: the curvature is diagonal and single outputs are true root rows."""
+"""Likelihoods that treat outputs independently: the curvature is diagonal and single outputs are
+true root rows.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from laplace_marglik.likelihood.base import Likelihood, Root
 
 
 class DiagonalLikelihood(Likelihood):
-    """A likelihood with diagonal curvature; a subclass gives its square root, smooth also where it vanishes."""
+    """A likelihood with diagonal curvature; a subclass gives its square root, smooth also where it
+    vanishes.
+    """
 
     diagonal = True
 
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """Square root of the curvature of each output, shaped as f; None where it is one everywhere."""
+        """Square root of the curvature of each output, shaped as f; None where it is one
+        everywhere.
+        """
         raise TypeError(f"{type(self).__name__} must define root_diagonal(f, y)")
 
     def _sum(self, log_prob: Tensor) -> Tensor:
@@ -37,7 +43,9 @@ class DiagonalLikelihood(Likelihood):
 
     def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
         root = self.root_diagonal(f, y)
-        return None if root is None else torch.diag_embed(root.reshape(len(f), -1).gather(1, columns))
+        return (
+            None if root is None else torch.diag_embed(root.reshape(len(f), -1).gather(1, columns))
+        )
 
     def root_product(self, f: Tensor, y: Tensor, xi: Tensor) -> Tensor:
         root = self.root_diagonal(f, y)
@@ -50,11 +58,18 @@ class Gaussian(DiagonalLikelihood):
     scale_parameters = ("log_temperature", "log_sigma")
 
     def __init__(
-        self, sigma: float = 1.0, *, learn_sigma: bool = True, temperature: float = 1.0, learn_temperature: bool = False
+        self,
+        sigma: float = 1.0,
+        *,
+        learn_sigma: bool = True,
+        temperature: float = 1.0,
+        learn_temperature: bool = False,
     ):
         super().__init__(temperature, learn_temperature=learn_temperature)
         positive_number("sigma", sigma)
-        self.log_sigma = nn.Parameter(torch.tensor(math.log(sigma), dtype=torch.float64), requires_grad=learn_sigma)
+        self.log_sigma = nn.Parameter(
+            torch.tensor(math.log(sigma), dtype=torch.float64), requires_grad=learn_sigma
+        )
 
     @property
     def sigma(self) -> Tensor:
@@ -63,7 +78,11 @@ class Gaussian(DiagonalLikelihood):
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         y = _matching(y, f)
         log_sigma = self.log_sigma.to(f.dtype)
-        return self._sum(-0.5 * ((y - f) * torch.exp(-log_sigma)).square() - log_sigma - 0.5 * math.log(2 * math.pi))
+        return self._sum(
+            -0.5 * ((y - f) * torch.exp(-log_sigma)).square()
+            - log_sigma
+            - 0.5 * math.log(2 * math.pi)
+        )
 
     def curvature_scale(self) -> Tensor:
         return super().curvature_scale() * torch.exp(-2 * self.log_sigma.double())
@@ -108,21 +127,31 @@ class Poisson(DiagonalLikelihood):
 class HeteroscedasticGaussian(DiagonalLikelihood):
     """y ~ N(m, v) with outputs f = (m, log v) [n, 2 D].
 
-    Its Hessian is indefinite; the curvature used is the expected one (Fisher information), diag(1/v, 1/2).
+    Its Hessian is indefinite; the curvature used is the expected one (Fisher information),
+    diag(1/v, 1/2).
     """
 
     constant_log_prob = True
 
     def _split(self, f: Tensor) -> tuple[Tensor, Tensor]:
         if f.dim() != 2 or f.shape[1] % 2:
-            raise MarglikError(f"expected outputs [n, 2 D] (means, then log variances), got {tuple(f.shape)}")
+            raise MarglikError(
+                f"expected outputs [n, 2 D] (means, then log variances), got {tuple(f.shape)}"
+            )
         mean, log_variance = f.chunk(2, 1)
         return mean, log_variance
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         mean, log_variance = self._split(f)
         y = _matching(y, mean)
-        return self._sum(-0.5 * ((y - mean).square() * torch.exp(-log_variance) + log_variance + math.log(2 * math.pi)))
+        return self._sum(
+            -0.5
+            * (
+                (y - mean).square() * torch.exp(-log_variance)
+                + log_variance
+                + math.log(2 * math.pi)
+            )
+        )
 
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
         _, log_variance = self._split(f)

@@ -1,8 +1,11 @@
-"""The conditional marginal likelihood: how well the posterior of some data predicts the rest (Lotfi et al. 2022).
+"""The conditional marginal likelihood: how well the posterior of some data predicts the rest (Lotfi
+et al. 2022).
 
-log p(D_h | D_c) = log int p(D_h | w) p(w | D_c) dw  ~=  log 1/S sum_s prod_{i in D_h} p(y_i | x_i, w_s)
+log p(D_h | D_c) = log int p(D_h | w) p(w | D_c) dw  ~=  log 1/S sum_s prod_{i in D_h} p(y_i | x_i,
+w_s)
 
-It equals log p(D) - log p(D_c), without the part of the evidence that a poor prior costs on the first data.
+It equals log p(D) - log p(D_c), without the part of the evidence that a poor prior costs on the
+first data.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from laplace_marglik.variational.gaussian import Posterior
 
 @dataclass(frozen=True)
 class ConditionalScore:
-    """log p(D_h | D_c) in nats. The estimate is biased downwards by the few draws, and its error is of first order."""
+    """log p(D_h | D_c) in nats. The estimate is biased downwards by the few draws, and its error is
+    of first order.
+    """
 
     total: float
     n_data: int  # held-out data points
@@ -32,24 +37,38 @@ class ConditionalScore:
 
     @staticmethod
     def mean(scores: Sequence[ConditionalScore]) -> ConditionalScore:
-        """The average over several splits of the data into D_c and D_h, with the standard error over splits."""
+        """The average over several splits of the data into D_c and D_h, with the standard error
+        over splits.
+        """
         if not scores:
             raise MarglikError("cannot average zero scores; make at least one split")
         totals = torch.tensor([s.total for s in scores], dtype=torch.float64)
-        error = float(totals.std()) / math.sqrt(len(scores)) if len(scores) > 1 else scores[0].standard_error
-        return ConditionalScore(float(totals.mean()), round(sum(s.n_data for s in scores) / len(scores)), error)
+        error = (
+            float(totals.std()) / math.sqrt(len(scores))
+            if len(scores) > 1
+            else scores[0].standard_error
+        )
+        return ConditionalScore(
+            float(totals.mean()), round(sum(s.n_data for s in scores) / len(scores)), error
+        )
 
 
 @torch.no_grad()
 def clml(
-    model: nn.Module, likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor], posterior: Posterior,
-    loader: Iterable[tuple[Any, Tensor]], *, samples: int = 20, temperature: float = 1.0,
+    model: nn.Module,
+    likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor],
+    posterior: Posterior,
+    loader: Iterable[tuple[Any, Tensor]],
+    *,
+    samples: int = 20,
+    temperature: float = 1.0,
     generator: torch.Generator | None = None,
-) -> ConditionalScore:  # fmt: skip
+) -> ConditionalScore:
     """The conditional marginal likelihood of held-out data.
 
-    posterior: of the other data, as `DiagonalLaplace(...).posterior()` or `DataEmphasizedELBO.fixed_posterior()`.
-    loader: the held-out data, read once. temperature: multiplies the noise of the draws, w_s = m + temperature * noise.
+    posterior: of the other data, as `DiagonalLaplace(...).posterior()` or
+    `DataEmphasizedELBO.fixed_posterior()`. loader: the held-out data, read once. temperature:
+    multiplies the noise of the draws, w_s = m + temperature * noise.
     """
     if samples < 1:
         raise MarglikError(f"samples must be at least 1, got {samples}")
@@ -59,7 +78,11 @@ def clml(
     device = next(iter(model.parameters())).device
     generator = generator or torch.Generator(device).manual_seed(torch.initial_seed())
     seeds = torch.randint(2**31, (samples,), generator=generator, device=generator.device).tolist()
-    own, sums, count = torch.Generator(generator.device), torch.zeros(samples, dtype=torch.float64), 0
+    own, sums, count = (
+        torch.Generator(generator.device),
+        torch.zeros(samples, dtype=torch.float64),
+        0,
+    )
     scale = math.exp(-float(likelihood.log_temperature))
     with evaluating(model):
         for x, y in checks.pairs(loader):

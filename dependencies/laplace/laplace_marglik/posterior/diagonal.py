@@ -1,4 +1,6 @@
-"""The diagonal Laplace approximation: a Gaussian around trained weights to draw from, and its evidence."""
+"""The diagonal Laplace approximation: a Gaussian around trained weights to draw from, and its
+evidence.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from asdl_marglik import copied, evaluating, map_inputs, run, trainable
+from asdl_marglik import copied, evaluating, map_inputs, run, taken, trainable
 from asdl_marglik.watch import persample
 from laplace_marglik import checks
 from laplace_marglik.errors import MarglikError
@@ -22,20 +24,26 @@ ROW_NUMBERS = 2**25  # entries of the gradients of single data that are in memor
 
 
 class DiagonalLaplace:
-    """Independent weights with precision delta + h around their present values, h from one pass over some data.
+    """Independent weights with precision delta + h around their present values, h from one pass
+    over some data.
 
         h = sum_i (d log p_i / d w)^2            curvature "empirical" (empirical Fisher)
         h = sum_i diag(J_i^T Lambda_i J_i)       curvature "ggn"
-        evidence = log p(y | w) - 1/2 scatter - 1/2 sum log(1 + h / delta)        (Immer et al. 2021)
+        evidence = log p(y | w) - 1/2 scatter - 1/2 sum log(1 + h / delta)   (Immer et al. 2021)
 
     The evidence can be differentiated in the prior's log precision, any number of times.
     """
 
     def __init__(
-        self, model: nn.Module, likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor],
-        prior: GaussianPrior, loader: Iterable[tuple[Any, Tensor]], *,
-        curvature: Literal["empirical", "ggn"] = "empirical", hyper: Iterable[str] = (),
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor],
+        prior: GaussianPrior,
+        loader: Iterable[tuple[Any, Tensor]],
+        *,
+        curvature: Literal["empirical", "ggn"] = "empirical",
+        hyper: Iterable[str] = (),
+    ):
         if curvature not in ("empirical", "ggn"):
             raise MarglikError(f"curvature must be empirical or ggn, got {curvature!r}")
         if prior.covariance:
@@ -65,27 +73,33 @@ class DiagonalLaplace:
         deltas = self.prior.precisions()
         return FixedPosterior(
             self._weights,
-            {name: (h + deltas[name].reshape(h.shape if deltas[name].dim() else ())).rsqrt()
-             for name, h in self.curvature.items()},
-        )  # fmt: skip
+            {
+                name: (h + deltas[name].reshape(h.shape if deltas[name].dim() else ())).rsqrt()
+                for name, h in self.curvature.items()
+            },
+        )
 
     def _add(self, model: nn.Module, x: Any, y: Tensor) -> None:
         device = next(iter(self._weights.values())).device
         x, y = map_inputs(lambda t: t.to(device), x), y.to(device)
         size = max(1, ROW_NUMBERS // sum(w.numel() for w in self._weights.values()))
         for own in torch.arange(len(y), device=device).split(size):
-            x_own, y_own = map_inputs(lambda t, own=own: t[own], x), y[own]  # type: ignore[misc]
+            x_own, y_own = taken(x, own), y[own]
             with torch.no_grad():
                 f = run(model, copied(x_own))
             seeds, log_prob = self._seeds(f, y_own)
             self.log_likelihood += log_prob.cpu()
-            rows = persample.rows(model, self._weights, map_inputs(lambda t: t.unsqueeze(1), x_own), seeds.to(f.dtype))
+            rows = persample.rows(
+                model, self._weights, map_inputs(lambda t: t.unsqueeze(1), x_own), seeds.to(f.dtype)
+            )
             for name, row in rows.items():
                 self.curvature[name] += row.square().sum((0, 1))
             self.n_data += len(y_own)
 
     def _seeds(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Output cotangents [n, K, C] whose squared rows are the curvature, and the log-likelihood."""
+        """Output cotangents [n, K, C] whose squared rows are the curvature, and the
+        log-likelihood.
+        """
         f = f.double().requires_grad_()
         scale = math.exp(-float(self._likelihood.log_temperature))
         with torch.enable_grad():

@@ -1,4 +1,6 @@
-"""Gaussian distributions over weights around those of a network: what is drawn, and how wide it is."""
+"""Gaussian distributions over weights around those of a network: what is drawn, and how wide it
+is.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +31,31 @@ class FixedPosterior:
 
     def __init__(self, mean: Mapping[str, Tensor], deviation: Mapping[str, Tensor]):
         if set(mean) != set(deviation):
-            raise MarglikError(f"means of {sorted(mean)}, but standard deviations of {sorted(deviation)}")
+            raise MarglikError(
+                f"means of {sorted(mean)}, but standard deviations of {sorted(deviation)}"
+            )
         self.mean = {name: m.detach().clone() for name, m in mean.items()}
         self.deviation = {name: s.detach().clone() for name, s in deviation.items()}
 
     def sample(self, generator: torch.Generator, scale: float = 1.0) -> dict[str, Tensor]:
-        return {name: m + scale * self.deviation[name] * normal(m, generator) for name, m in self.mean.items()}
+        return {
+            name: m + scale * self.deviation[name] * normal(m, generator)
+            for name, m in self.mean.items()
+        }
 
 
 class LearnedWidth(nn.Module):
     """The standard deviations of q = N(m, diag(sigma^2)) around the weights m of a network.
 
-    sigma = softplus(raw_sigma): one for all weights ("scalar"), one per group of the prior ("group"), or one per weight
-    ("diagonal").
+    sigma = softplus(raw_sigma): one for all weights ("scalar"), one per group of the prior
+    ("group"), or one per weight ("diagonal").
     """
 
     raw_sigma: nn.Parameter
 
-    def __init__(self, width: Width, prior: GaussianPrior, weights: Mapping[str, Tensor], sigma: float):
+    def __init__(
+        self, width: Width, prior: GaussianPrior, weights: Mapping[str, Tensor], sigma: float
+    ):
         super().__init__()
         if width not in ("scalar", "group", "diagonal"):
             raise MarglikError(f"posterior must be scalar, group or diagonal, got {width!r}")
@@ -63,14 +72,19 @@ class LearnedWidth(nn.Module):
         return F.softplus(self.raw_sigma)
 
     def of(self, values: Tensor, name: str, weight: Tensor) -> Tensor:
-        """A weight's part of a vector with one value per entry of sigma: a number, or one per element."""
+        """A weight's part of a vector with one value per entry of sigma: a number, or one per
+        element.
+        """
         group = self.groups[name]
         return values[group] if isinstance(group, int) else values[group].reshape(weight.shape)
 
-    def perturbed(self, weights: Mapping[str, Tensor], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def perturbed(
+        self, weights: Mapping[str, Tensor], noise: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """m + sigma * noise, differentiable in both m and sigma."""
         sigma = self.sigma
-        entries = sigma.unbind() if len(sigma) <= len(self.groups) else ()  # once, not for every weight
+        # once, not for every weight
+        entries = sigma.unbind() if len(sigma) <= len(self.groups) else ()
         perturbed = {}
         for name, w in weights.items():
             group = self.groups[name]
@@ -81,4 +95,6 @@ class LearnedWidth(nn.Module):
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal noise shaped as `like`, drawn where the generator is."""
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
+    return torch.randn(
+        like.shape, generator=generator, dtype=like.dtype, device=generator.device
+    ).to(like.device)

@@ -3,7 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ntkmarglik.programs.paper.figures import bound_slack, finetune, methods, pareto, sampled, scaling, subsets, traces
+from ntkmarglik.programs.paper.figures import (
+    bound_slack,
+    finetune,
+    methods,
+    pareto,
+    sampled,
+    scaling,
+    subsets,
+    traces,
+)
 
 FIGURES: dict[str, Callable[[Path, Path], None]] = {
     name: draw
@@ -12,8 +21,19 @@ FIGURES: dict[str, Callable[[Path, Path], None]] = {
 }
 # figures of the paper
 NUMBERS = {
-    "1": "pareto_lila", "3": "bounds_parametric", "4": "bounds_ntk", "5": "bounds_doubly", "6": "bounds_single",
-    "12": "bounds_grouped", "7": "subsets", "8": "traces_lila", "9": "traces_lila_doubly", "10": "traces_prior",
-    "11": "traces_prior_doubly", "13": "pareto_prior", "14": "subsets_evidence", "15": "subsets",
+    "1": "pareto_lila",
+    "3": "bounds_parametric",
+    "4": "bounds_ntk",
+    "5": "bounds_doubly",
+    "6": "bounds_single",
+    "12": "bounds_grouped",
+    "7": "subsets",
+    "8": "traces_lila",
+    "9": "traces_lila_doubly",
+    "10": "traces_prior",
+    "11": "traces_prior_doubly",
+    "13": "pareto_prior",
+    "14": "subsets_evidence",
+    "15": "subsets",
     "16": "subsets_accuracy",
-}  # fmt: skip
+}

@@ -1,7 +1,9 @@
-"""Bounds of the evidence against a hyperparameter (figures 3 to 6 and 12 of the paper), from the csv of bound_grid.py.
+"""Bounds of the evidence against a hyperparameter (figures 3 to 6 and 12 of the paper), from the
+csv of bound_grid.py.
 
-Black is the exact value, a dot the maximum of a curve: the value of the hyperparameter that the bound would choose.
-Shaded: one standard error over blocks. How far a curve lies below the black one is its slack.
+Black is the exact value, a dot the maximum of a curve: the value of the hyperparameter that the
+bound would choose. Shaded: one standard error over blocks. How far a curve lies below the black one
+is its slack.
 """
 
 from __future__ import annotations
@@ -24,16 +26,35 @@ from ntkmarglik.programs.grid.config import parse
 from ntkmarglik.programs.grid.table import BOUNDS, Row, read
 
 STYLE = {
-    "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False,
-    "axes.spines.right": False, "figure.dpi": 150,
-}  # fmt: skip
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.dpi": 150,
+}
 FILES = ("bound_grid_prior.csv", "bound_grid_rotation.csv")
 NAMES = {"full": "exact", "blockdiag": "block-diagonal", "kfac": "KFAC", "diag": "diagonal"}
-ROOTS = {"paper": "published (no bound)", "fisher": "Fisher root", "symmetric": "symmetric root", "eigen": "eigen root"}
+ROOTS = {
+    "paper": "published (no bound)",
+    "fisher": "Fisher root",
+    "symmetric": "symmetric root",
+    "eigen": "eigen root",
+}
 LOOKS = {  # colours told apart with any colour vision, lines without any
-    **dict(zip(NAMES.values(), (("black", "-"), ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-.")), strict=True)),
     **dict(
-        zip(ROOTS.values(), (("#D55E00", "--"), ("#0072B2", "-"), ("#009E73", "-."), ("#CC79A7", ":")), strict=True)
+        zip(
+            NAMES.values(),
+            (("black", "-"), ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-.")),
+            strict=True,
+        )
+    ),
+    **dict(
+        zip(
+            ROOTS.values(),
+            (("#D55E00", "--"), ("#0072B2", "-"), ("#009E73", "-."), ("#CC79A7", ":")),
+            strict=True,
+        )
     ),
 }
 ROOTS_SUBSET = "50"
@@ -45,7 +66,11 @@ Chosen = Callable[[Row], str | None]  # the label of a row's curve; None if it i
 def parametric(folder: Path, target: Path) -> None:
     """Figure 3: structures of the curvature, all data."""
     structures = ("blockdiag", "kfac", "diag")
-    _draw(target, folder, lambda row: NAMES[row["structure"]] if _plain(row, structures, whole=True) else None)
+    _draw(
+        target,
+        folder,
+        lambda row: NAMES[row["structure"]] if _plain(row, structures, whole=True) else None,
+    )
 
 
 def ntk(folder: Path, target: Path) -> None:
@@ -60,7 +85,9 @@ def doubly(folder: Path, target: Path) -> None:
 
 def single(folder: Path, target: Path) -> None:
     """Figure 6: the kernel on subsets of data, one output, as published."""
-    _draw(target, folder, lambda row: _size(row) if _single(row) and row["root"] == "paper" else None)
+    _draw(
+        target, folder, lambda row: _size(row) if _single(row) and row["root"] == "paper" else None
+    )
 
 
 def grouped(folder: Path, target: Path) -> None:
@@ -73,16 +100,26 @@ def grouped(folder: Path, target: Path) -> None:
 
 
 def roots(folder: Path, target: Path) -> None:
-    """Single outputs with each root of the likelihood's curvature, blocks of 50: the published one is no bound."""
-    _draw(target, folder, lambda row: ROOTS[row["root"]] if _single(row) and row["subset"] == ROOTS_SUBSET else None)
+    """Single outputs with each root of the likelihood's curvature, blocks of 50: the published one
+    is no bound.
+    """
+    _draw(
+        target,
+        folder,
+        lambda row: ROOTS[row["root"]] if _single(row) and row["subset"] == ROOTS_SUBSET else None,
+    )
 
 
-def _plain(row: Row, structures: tuple[str, ...], *, partition: str = "random", whole: bool = False) -> bool:
+def _plain(
+    row: Row, structures: tuple[str, ...], *, partition: str = "random", whole: bool = False
+) -> bool:
     everything = row["subset"] == row["n_data"]
     return (
-        row["structure"] in structures and row["outputs"] == "all" and everything == whole
+        row["structure"] in structures
+        and row["outputs"] == "all"
+        and everything == whole
         and row["partition"] == partition
-    )  # fmt: skip
+    )
 
 
 def _single(row: Row) -> bool:
@@ -95,12 +132,16 @@ def _size(row: Row) -> str:
 
 
 def _draw(target: Path, folder: Path, *panels: Chosen, titles: tuple[str, ...] = ("",)) -> None:
-    """A panel for each hyperparameter there are data of, side by side; of two kinds of blocks, one row for each."""
+    """A panel for each hyperparameter there are data of, side by side; of two kinds of blocks, one
+    row for each.
+    """
     files = [name for name in FILES if (folder / name).exists()] or [FILES[0]]
     lines, across = (1, len(files)) if len(panels) == 1 else (len(files), len(panels))
     with plt.rc_context(STYLE):  # type: ignore[arg-type]
         size = (3.5 * across, 2.5 * lines)
-        figure, grid = plt.subplots(lines, across, figsize=size, squeeze=False, layout="constrained")
+        figure, grid = plt.subplots(
+            lines, across, figsize=size, squeeze=False, layout="constrained"
+        )
         for number, name in enumerate(files):
             commands, rows = read(folder / name)
             own = grid[0][number : number + 1] if len(panels) == 1 else grid[number]
@@ -118,20 +159,32 @@ def _draw(target: Path, folder: Path, *panels: Chosen, titles: tuple[str, ...] =
 
 def _described(commands: list[str]) -> str:
     """What the rows were computed on."""
-    config = parse(shlex.split(next(c for c in commands if c.startswith(BOUNDS)).removeprefix(BOUNDS))[2:])
-    copies = f", A = {config.reference.aug_samples}" if config.grid.hyperparameter == "rotation" else ""
-    return f"{config.problem.dataset}-{config.problem.n_data or 'all'}, {config.problem.model}{copies}"
+    config = parse(
+        shlex.split(next(c for c in commands if c.startswith(BOUNDS)).removeprefix(BOUNDS))[2:]
+    )
+    copies = (
+        f", A = {config.reference.aug_samples}" if config.grid.hyperparameter == "rotation" else ""
+    )
+    return (
+        f"{config.problem.dataset}-{config.problem.n_data or 'all'}, {config.problem.model}{copies}"
+    )
 
 
 def _curves(rows: list[Row], chosen: Chosen) -> dict[str, np.ndarray]:
-    """Value, evidence per datum and its standard error [points, 3] of each curve, smaller blocks first."""
+    """Value, evidence per datum and its standard error [points, 3] of each curve, smaller blocks
+    first.
+    """
     found: dict[str, list[tuple[float, float, float]]] = {}
     for row in sorted(rows, key=lambda row: int(row["subset"])):
         exact = row["status"] == "exact"
         label = "exact" if exact else chosen(row)
         if label is not None:
             n = float(row["n_data"])
-            point = float(row["value"]), float(row["log_marglik"]) / n, float(row["standard_error"] or 0) / n
+            point = (
+                float(row["value"]),
+                float(row["log_marglik"]) / n,
+                float(row["standard_error"] or 0) / n,
+            )
             found.setdefault(label, []).append(point)
     return {label: np.array(sorted(points)) for label, points in found.items()}
 
@@ -142,15 +195,19 @@ def _panel(axes: Axes, rows: list[Row], chosen: Chosen, source: Path) -> list[Ma
     others = [label for label in curves if label != "exact"]
     if not others:
         raise NtkMarglikError(
-            f"{source} has no rows for this figure; run its command again with more of --structures, "
+            f"{source} has no rows for this figure; run its command again with more of "
+            f"--structures, "
             "--subsets, --outputs, --partitions and --roots (see bound_grid.py --help)."
         )
     ordered = all(label.startswith("S = ") for label in others)
     best = []
     for label, points in curves.items():
         colour, style = "black", "-"
-        if ordered and label != "exact":  # dark for large blocks; the lightest tones are lost in print
-            colour = to_hex(plt.get_cmap("viridis")(0.75 * (1 - others.index(label) / max(1, len(others) - 1))))
+        # dark for large blocks; the lightest tones are lost in print
+        if ordered and label != "exact":
+            colour = to_hex(
+                plt.get_cmap("viridis")(0.75 * (1 - others.index(label) / max(1, len(others) - 1)))
+            )
         elif label != "exact":
             colour, style = LOOKS[label]
         x, y, error = points.T
@@ -184,9 +241,13 @@ def _label(axes: Axes, maxima: list[Maximum]) -> None:
     """Names at the right, each as near to the height of its curve's maximum as the others allow."""
     low, high = axes.get_ylim()
     place = math.inf
-    for left, (height, label, colour) in zip(range(len(maxima) - 1, -1, -1), sorted(maxima, reverse=True), strict=True):
+    for left, (height, label, colour) in zip(
+        range(len(maxima) - 1, -1, -1), sorted(maxima, reverse=True), strict=True
+    ):
         place = max(min((height - low) / (high - low), place - GAP), left * GAP)
-        axes.text(1.02, place, label, color=colour, transform=axes.transAxes, va="center", fontsize=7)
+        axes.text(
+            1.02, place, label, color=colour, transform=axes.transAxes, va="center", fontsize=7
+        )
 
 
 FIGURES: dict[str, Callable[[Path, Path], None]] = {

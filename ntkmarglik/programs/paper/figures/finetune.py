@@ -1,4 +1,6 @@
-"""Fine-tuning: test accuracy and log-likelihood of every method against the time of its whole search."""
+"""Fine-tuning: test accuracy and log-likelihood of every method against the time of its whole
+search.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from ntkmarglik.programs.finetune.rows import PROBLEM
 from ntkmarglik.programs.paper.figures.style import COLOURS, rows_of, sheet
 from ntkmarglik.runs.records import grouped, mean_and_error, values
 
-METHODS = dict(zip(("de-elbo", "map-gs", "la-lml", "la-clml", "elbo", "map-bo"), COLOURS, strict=True)) | {"map": "0.5"}
+METHODS = dict(
+    zip(("de-elbo", "map-gs", "la-lml", "la-clml", "elbo", "map-bo"), COLOURS, strict=True)
+) | {"map": "0.5"}
 TITLES = {"test_accuracy": "test accuracy, %", "test_log_likelihood": "test log-likelihood"}
 SCALE = {"test_accuracy": 100}
 
@@ -24,9 +28,16 @@ def finetune(folder: Path, target: Path) -> None:
                     found = [SCALE.get(quantity, 1) * v for v in values(members, quantity)]
                     mean, error = mean_and_error(found)
                     axes.errorbar(
-                        seconds, mean, xerr=seconds_error or 0, yerr=error or 0, fmt="o", markersize=4, capsize=2,
-                        color=METHODS[method], label=method,
-                    )  # fmt: skip
+                        seconds,
+                        mean,
+                        xerr=seconds_error or 0,
+                        yerr=error or 0,
+                        fmt="o",
+                        markersize=4,
+                        capsize=2,
+                        color=METHODS[method],
+                        label=method,
+                    )
                 axes.margins(0.15)
                 axes.set_xlim(left=0)
                 axes.grid(color="0.92")

@@ -18,10 +18,16 @@ def methods(folder: Path, target: Path) -> None:
             labels = list(dict.fromkeys(map(_label, rows)))
             for axes, (column, title) in zip(line, COLUMNS.items(), strict=True):
                 for y, label in enumerate(labels):
-                    mean, error = mean_and_error(values([r for r in rows if _label(r) == label], column))
+                    mean, error = mean_and_error(
+                        values([r for r in rows if _label(r) == label], column)
+                    )
                     colour = COLOURS[1] if label == "map" else COLOURS[0]
-                    axes.errorbar(mean, y, xerr=error or 0, fmt="o", color=colour, capsize=2, markersize=4)
-                axes.set_yticks(range(len(labels)), labels if axes is line[0] else [""] * len(labels))
+                    axes.errorbar(
+                        mean, y, xerr=error or 0, fmt="o", color=colour, capsize=2, markersize=4
+                    )
+                axes.set_yticks(
+                    range(len(labels)), labels if axes is line[0] else [""] * len(labels)
+                )
                 axes.set_ylim(len(labels) - 0.5, -0.5)
                 axes.set_title(f"{dataset}-{n_data}, {model}: {title}", fontsize=8)
                 axes.locator_params(axis="x", nbins=5)

@@ -21,7 +21,9 @@ FAINT = 0.3
 
 
 class Point(NamedTuple):
-    """An estimator: seconds of an estimate, and the mean over seeds of what it reached with its standard error."""
+    """An estimator: seconds of an estimate, and the mean over seeds of what it reached with its
+    standard error.
+    """
 
     seconds: float
     value: float
@@ -30,7 +32,9 @@ class Point(NamedTuple):
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other is better than in one of cost and value without being worse in the other."""
+    """The points that no other is better than in one of cost and value without being worse in the
+    other.
+    """
     best, found = -np.inf, []
     for point in sorted(points, key=lambda p: (p.seconds, -p.value)):
         if point.value > best:
@@ -40,9 +44,12 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto(runs: str, timing: str, folder: Path, target: Path) -> None:
-    """Evidence and test log-likelihood against runtime; the front in full colour, dominated points faint."""
+    """Evidence and test log-likelihood against runtime; the front in full colour, dominated points
+    faint.
+    """
     seconds = {
-        label: values(own, "seconds_round") for (label,), own in grouped(rows_of(folder, timing), "estimator").items()
+        label: values(own, "seconds_round")
+        for (label,), own in grouped(rows_of(folder, timing), "estimator").items()
     }
     reached = grouped(rows_of(folder, runs), "estimator")
     with sheet(target, 1, len(QUANTITIES), (3.5, 2.9)) as (line,):
@@ -54,7 +61,8 @@ def pareto(runs: str, timing: str, folder: Path, target: Path) -> None:
                     points.append(Point(mean_and_error(seconds[label])[0], mean, error or 0, label))
             if not points:
                 raise NtkMarglikError(
-                    f"No estimator is both in {runs} and, with its time, in {timing}; run both experiments."
+                    f"No estimator is both in {runs} and, with its time, in {timing}; run both "
+                    f"experiments."
                 )
             _draw(axes, points)
             axes.set_xlabel("seconds of one estimate and its gradient")
@@ -67,15 +75,31 @@ def _draw(axes: Axes, points: list[Point]) -> None:
     axes.set_xscale("log")
     for point in points:
         parts = ESTIMATOR.fullmatch(point.label)
-        method, single = (parts["method"], parts["outputs"] != "C") if parts else (point.label, True)
+        method, single = (
+            (parts["method"], parts["outputs"] != "C") if parts else (point.label, True)
+        )
         colour, alpha = STRUCTURES[method], 1.0 if point in best else FAINT
         axes.errorbar(
-            point.seconds, point.value, yerr=(point.error or None) if point in best else None, fmt=MARKERS[method],
-            color=colour, alpha=alpha, markersize=5, markerfacecolor=colour if single else "white", linewidth=0.8,
+            point.seconds,
+            point.value,
+            yerr=(point.error or None) if point in best else None,
+            fmt=MARKERS[method],
+            color=colour,
+            alpha=alpha,
+            markersize=5,
+            markerfacecolor=colour if single else "white",
+            linewidth=0.8,
             zorder=3 if point in best else 2,
-        )  # fmt: skip
+        )
     x, y = [p.seconds for p in best], [p.value for p in best]
-    axes.step([*x, max(p.seconds for p in points)], [*y, y[-1]], where="post", color="0.4", linewidth=0.8, zorder=1)
+    axes.step(
+        [*x, max(p.seconds for p in points)],
+        [*y, y[-1]],
+        where="post",
+        color="0.4",
+        linewidth=0.8,
+        zorder=1,
+    )
     _window(axes, points, best)
     _name(axes, best)
 
@@ -87,16 +111,25 @@ def _window(axes: Axes, points: list[Point], best: list[Point]) -> None:
     floor = max(min(p.value for p in points), low - spread)
     axes.set_ylim(floor - 0.08 * spread, high + 0.25 * spread)
     first, last = min(p.seconds for p in points), max(p.seconds for p in points)
-    axes.set_xlim(first / (last / first) ** 0.6, last * (last / first) ** 0.08)  # names stand left of the front
+    # names stand left of the front
+    axes.set_xlim(first / (last / first) ** 0.6, last * (last / first) ** 0.08)
     below = sum(p.value < floor for p in points)
     if below:
         axes.text(
-            0.98, 0.02, f"{below} lower, not shown", transform=axes.transAxes, ha="right", fontsize=6, color="0.4"
+            0.98,
+            0.02,
+            f"{below} lower, not shown",
+            transform=axes.transAxes,
+            ha="right",
+            fontsize=6,
+            color="0.4",
         )
 
 
 def _name(axes: Axes, best: list[Point]) -> None:
-    """Names left of the front's points and above, where nothing can be; moved up where they would meet."""
+    """Names left of the front's points and above, where nothing can be; moved up where they would
+    meet.
+    """
     place, (low, high) = -np.inf, axes.get_ylim()
     for point in best:
         place = max((point.value - low) / (high - low) + 0.015, place + 0.05)
@@ -108,13 +141,24 @@ def _name(axes: Axes, best: list[Point]) -> None:
 def _legend(axes: Axes, structures: set[str]) -> None:
     def handle(label: str, marker: str, colour: str, face: str) -> Line2D:
         return Line2D(
-            [], [], linestyle="", marker=marker, color=colour, markerfacecolor=face, markersize=5, label=label
+            [],
+            [],
+            linestyle="",
+            marker=marker,
+            color=colour,
+            markerfacecolor=face,
+            markersize=5,
+            label=label,
         )
 
-    handles = [handle(s, MARKERS[s], STRUCTURES[s], STRUCTURES[s]) for s in MARKERS if s in structures]
+    handles = [
+        handle(s, MARKERS[s], STRUCTURES[s], STRUCTURES[s]) for s in MARKERS if s in structures
+    ]
     handles.append(handle("all outputs: open", "o", "0.4", "white"))
     handles.append(handle("dominated: faint", "o", "0.8", "0.8"))
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1), handletextpad=0.2, fontsize=7)
+    axes.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1), handletextpad=0.2, fontsize=7
+    )
 
 
 FIGURES: dict[str, Callable[[Path, Path], None]] = {

@@ -30,7 +30,9 @@ CONVERGED = 0.1  # largest error of samples that can be trusted, in posterior st
 
 
 def sampled(folder: Path, target: Path) -> None:
-    """Precision, log-likelihood of test labels alone and together, and calibration error: a line per data set."""
+    """Precision, log-likelihood of test labels alone and together, and calibration error: a line
+    per data set.
+    """
     rows = rows_of(folder, "sampled.csv")
     with sheet(target, 1, 1 + len(PANELS), (2.6, 1.2 + 0.5 * len(rows))) as grid:
         left, *others = grid[0]
@@ -41,10 +43,14 @@ def sampled(folder: Path, target: Path) -> None:
             for axes, key in zip(others, PANELS, strict=True):
                 for name, (label, colour, marker) in PREDICTIONS.items():
                     value, named = float(row[f"{name}_{key}"]), y == 0 and axes is others[0]
-                    axes.scatter(value, y, color=colour, marker=marker, s=30, label=label if named else None)
+                    axes.scatter(
+                        value, y, color=colour, marker=marker, s=30, label=label if named else None
+                    )
         left.set_xscale("log")
         for axes, title in zip(grid[0], ("prior precision", *PANELS.values()), strict=True):
-            names = [f"{row['dataset']}-{row['n_data']}\n{row['model']}{_warning(row)}" for row in rows]
+            names = [
+                f"{row['dataset']}-{row['n_data']}\n{row['model']}{_warning(row)}" for row in rows
+            ]
             axes.set_yticks(range(len(rows)), names if axes is left else [""] * len(rows))
             axes.set_ylim(len(rows) - 0.5, -0.5)
             axes.set_title(title)
@@ -58,7 +64,9 @@ def sampled(folder: Path, target: Path) -> None:
 
 
 def _warning(row: Row) -> str:
-    """What a reader has to know before anything else: samples that solve their systems badly say little."""
+    """What a reader has to know before anything else: samples that solve their systems badly say
+    little.
+    """
     errors = [float(row[f"{curvature}_error"]) for curvature in ("outputs", "averaged")]
     return "\nnot converged" if max(errors) > CONVERGED else ""
 

@@ -1,4 +1,6 @@
-"""How figures look: readable in print, told apart with any colour vision, labels beside what they name."""
+"""How figures look: readable in print, told apart with any colour vision, labels beside what they
+name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.runs.records import Row, read
 from ntkmarglik.runs.report import COLOURS, STYLE
 
-STRUCTURES = {"map": "#777777", "full": "#000000", "ntk": COLOURS[0], "blockdiag": COLOURS[2], "kfac": COLOURS[1]}
+STRUCTURES = {
+    "map": "#777777",
+    "full": "#000000",
+    "ntk": COLOURS[0],
+    "blockdiag": COLOURS[2],
+    "kfac": COLOURS[1],
+}
 STRUCTURES |= {"diag": COLOURS[3], "augerino": COLOURS[4], "elbo": "#E69F00", "de-elbo": "#8C564B"}
 ESTIMATOR = re.compile(r"(?P<method>\w+)-(?P<subset>\d+|N)-(?P<outputs>\d+|C)(?P<variant>.*)")
 GAP = 0.075  # of the height of a panel between two labels
@@ -28,11 +36,15 @@ Label = tuple[float, str, str]  # height, text, colour
 
 
 @contextlib.contextmanager
-def sheet(target: Path, rows: int, columns: int, size: tuple[float, float], **shared: Any) -> Iterator[np.ndarray]:
+def sheet(
+    target: Path, rows: int, columns: int, size: tuple[float, float], **shared: Any
+) -> Iterator[np.ndarray]:
     """Panels [rows, columns] that are saved to `target` once drawn; size of one panel in inches."""
     with plt.rc_context(STYLE):
         figsize = (size[0] * columns, size[1] * rows)
-        figure, grid = plt.subplots(rows, columns, figsize=figsize, squeeze=False, layout="constrained", **shared)
+        figure, grid = plt.subplots(
+            rows, columns, figsize=figsize, squeeze=False, layout="constrained", **shared
+        )
         try:
             yield grid
             figure.savefig(target)
@@ -44,14 +56,17 @@ def rows_of(folder: Path, name: str) -> list[Row]:
     """The rows of a csv file, or an error that says how to make it."""
     if not (folder / name).exists():
         raise NtkMarglikError(
-            f"There is no {folder / name}; run its experiment, then draw with --source runs (illustrations/README.md)."
+            f"There is no {folder / name}; run its experiment, then draw with --source runs "
+            f"(illustrations/README.md)."
         )
     return read(folder / name)
 
 
 def shades(number: int) -> list[str]:
     """Colours of an ordered quantity, from light to dark."""
-    return [to_hex(plt.get_cmap("viridis")(0.82 - 0.82 * i / max(1, number - 1))) for i in range(number)]
+    return [
+        to_hex(plt.get_cmap("viridis")(0.82 - 0.82 * i / max(1, number - 1))) for i in range(number)
+    ]
 
 
 def label_ends(axes: Axes, labels: list[Label], x: float = 1.02) -> None:

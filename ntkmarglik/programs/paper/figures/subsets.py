@@ -1,4 +1,6 @@
-"""Estimators on growing subsets of the data, for each transformation of them (figures 7 and 14 to 16)."""
+"""Estimators on growing subsets of the data, for each transformation of them (figures 7 and 14 to
+16).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from matplotlib.axes import Axes
 from ntkmarglik.programs.paper.figures.style import STRUCTURES, Label, label_ends, rows_of, sheet
 from ntkmarglik.runs.records import Row, grouped, mean_and_error, values
 
-VARIANTS = {"": "original", "r90": "rotated (±90°)", "r180": "rotated", "translated": "translated", "scaled": "scaled"}
+VARIANTS = {
+    "": "original",
+    "r90": "rotated (±90°)",
+    "r180": "rotated",
+    "translated": "translated",
+    "scaled": "scaled",
+}
 NAMES = {
     "log_marglik": "log evidence / datum",
     "test_log_likelihood": "test log-likelihood",
@@ -21,9 +29,12 @@ STYLES = {"N": ("black", "--", "s")}  # all data
 
 
 def subsets(quantity: str, folder: Path, target: Path) -> None:
-    """One quantity against the size of the subset, mean and standard error over seeds; a panel per transformation."""
+    """One quantity against the size of the subset, mean and standard error over seeds; a panel per
+    transformation.
+    """
     rows = sorted(
-        rows_of(folder, "runs_cifar_subsets.csv"), key=lambda row: list(VARIANTS).index(_variant(row["dataset"]))
+        rows_of(folder, "runs_cifar_subsets.csv"),
+        key=lambda row: list(VARIANTS).index(_variant(row["dataset"])),
     )
     datasets = grouped(rows, "dataset")
     with sheet(target, 1, len(datasets), (2.0, 2.0), sharey="row") as (line,):
@@ -45,13 +56,28 @@ def _panel(axes: Axes, rows: list[Row], quantity: str) -> list[Label]:
     for (label,), own in grouped(rows, "estimator").items():
         by_size = sorted((int(n), members) for (n,), members in grouped(own, "n_data").items())
         scale = 100 if quantity == "test_accuracy" else 1
-        points = [(n, *mean_and_error([scale * v for v in values(members, quantity)])) for n, members in by_size]
-        colour, style, marker = STYLES.get(label.split("-")[1], (STRUCTURES[label.split("-")[0]], "-", "o"))
+        points = [
+            (n, *mean_and_error([scale * v for v in values(members, quantity)]))
+            for n, members in by_size
+        ]
+        colour, style, marker = STYLES.get(
+            label.split("-")[1], (STRUCTURES[label.split("-")[0]], "-", "o")
+        )
         x, y, error = zip(*((n, mean, error or 0) for n, mean, error in points), strict=True)
         axes.errorbar(
-            x, y, yerr=error, color=colour, linestyle=style, marker=marker, markersize=3, linewidth=1.2, capsize=1.5
+            x,
+            y,
+            yerr=error,
+            color=colour,
+            linestyle=style,
+            marker=marker,
+            markersize=3,
+            linewidth=1.2,
+            capsize=1.5,
         )
-        ends.append((y[-1], "KFAC, all data" if "-N-" in label else label.split()[0].upper(), colour))
+        ends.append(
+            (y[-1], "KFAC, all data" if "-N-" in label else label.split()[0].upper(), colour)
+        )
     sizes = sorted({int(row["n_data"]) for row in rows})
     axes.set_xscale("log")
     axes.set_xticks(sizes, [f"{n // 1000}k" if n % 1000 == 0 else str(n) for n in sizes])

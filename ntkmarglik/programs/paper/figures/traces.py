@@ -1,4 +1,6 @@
-"""Evidence and test log-likelihood over the epochs, for bounds that are optimised in training (figures 8 to 11)."""
+"""Evidence and test log-likelihood over the epochs, for bounds that are optimised in training
+(figures 8 to 11).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.paper.figures.style import ESTIMATOR, STRUCTURES, Label, label_ends, rows_of, shades, sheet
+from ntkmarglik.programs.paper.figures.style import (
+    ESTIMATOR,
+    STRUCTURES,
+    Label,
+    label_ends,
+    rows_of,
+    shades,
+    sheet,
+)
 from ntkmarglik.runs.records import Row, grouped, mean_and_error, values
 from ntkmarglik.runs.report import window
 
@@ -23,7 +33,11 @@ Curve = tuple[str, str]  # name, colour
 def parametric(labels: list[str]) -> dict[str, Curve]:
     """Structures of the curvature, all data and outputs."""
     chosen = {f"{structure}-N-C": structure for structure in NAMES}
-    return {label: (NAMES[chosen[label]], STRUCTURES[chosen[label]]) for label in chosen if label in labels}
+    return {
+        label: (NAMES[chosen[label]], STRUCTURES[chosen[label]])
+        for label in chosen
+        if label in labels
+    }
 
 
 def by_subset(structure: str, outputs: str, labels: list[str]) -> dict[str, Curve]:
@@ -33,7 +47,11 @@ def by_subset(structure: str, outputs: str, labels: list[str]) -> dict[str, Curv
         found["full-N-C"] = float("inf")  # the same number
     for label in labels:
         parts = ESTIMATOR.fullmatch(label)
-        if parts and (parts["method"], parts["outputs"], parts["variant"]) == (structure, outputs, ""):
+        if parts and (parts["method"], parts["outputs"], parts["variant"]) == (
+            structure,
+            outputs,
+            "",
+        ):
             found[label] = float("inf") if parts["subset"] == "N" else float(parts["subset"])
     ordered = sorted(found, key=lambda label: found[label])
     colours = zip(ordered, shades(len(ordered)), strict=True)
@@ -41,7 +59,10 @@ def by_subset(structure: str, outputs: str, labels: list[str]) -> dict[str, Curv
 
 
 Panel = tuple[str, Callable[[list[str]], dict[str, Curve]]]
-PARAMETRIC: list[Panel] = [("all data", parametric), ("NTK, all outputs", partial(by_subset, "ntk", "C"))]
+PARAMETRIC: list[Panel] = [
+    ("all data", parametric),
+    ("NTK, all outputs", partial(by_subset, "ntk", "C")),
+]
 DOUBLY: list[Panel] = [
     ("block-diagonal, all outputs", partial(by_subset, "blockdiag", "C")),
     ("NTK, single outputs", partial(by_subset, "ntk", "1")),
@@ -50,13 +71,17 @@ DOUBLY: list[Panel] = [
 
 
 def traces(file: str, panels: list[Panel], folder: Path, target: Path) -> None:
-    """Means over seeds with their standard errors; a column per family of bounds with runs, one scale in each row."""
+    """Means over seeds with their standard errors; a column per family of bounds with runs, one
+    scale in each row.
+    """
     by_label = {label: own for (label,), own in grouped(rows_of(folder, file), "estimator").items()}
     families = [(title, curves) for title, choose in panels if (curves := choose(list(by_label)))]
     if not families:
         raise NtkMarglikError(f"{file} has no runs of {' or '.join(title for title, _ in panels)}.")
     baseline = {label: curve for label, curve in BASELINE.items() if label in by_label}
-    with sheet(target, len(QUANTITIES), len(families), (3.5, 2.1), sharey="row", sharex="all") as grid:
+    with sheet(
+        target, len(QUANTITIES), len(families), (3.5, 2.1), sharey="row", sharex="all"
+    ) as grid:
         for line, (quantity, name) in zip(grid, QUANTITIES.items(), strict=True):
             ends = []
             for axes, (title, curves) in zip(line, families, strict=True):
@@ -67,13 +92,17 @@ def traces(file: str, panels: list[Panel], folder: Path, target: Path) -> None:
                     axes.set_xlabel("epoch")
             shown = [float(y) for axes in line for curve in axes.lines for y in curve.get_ydata()]
             if shown:
-                line[0].set_ylim(*window(shown, [height for labels in ends for height, _, _ in labels]))
+                line[0].set_ylim(
+                    *window(shown, [height for labels in ends for height, _, _ in labels])
+                )
             line[0].set_ylabel(name)
             for axes, labels in zip(line, ends, strict=True):
                 label_ends(axes, labels)
 
 
-def _panel(axes: Axes, by_label: dict[str, list[Row]], curves: dict[str, Curve], quantity: str) -> list[Label]:
+def _panel(
+    axes: Axes, by_label: dict[str, list[Row]], curves: dict[str, Curve], quantity: str
+) -> list[Label]:
     ends = []
     for label, (name, colour) in curves.items():
         epochs = grouped(by_label[label], "epoch")

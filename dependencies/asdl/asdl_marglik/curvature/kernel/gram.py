@@ -1,4 +1,5 @@
-"""The neural tangent kernel: the Gram matrix of Jacobian rows, kept apart by prior group so that the prior can move.
+"""The neural tangent kernel: the Gram matrix of Jacobian rows, kept apart by prior group so that
+the prior can move.
 
 log|I + V P0^-1 V^T|,   V P0^-1 V^T = sum_g exp(-log_precision_g) V_g V_g^T
 """
@@ -32,12 +33,15 @@ if TYPE_CHECKING:
 class Gram(Part):
     """Exact curvature of its weights, in the space of rows.
 
-    packed: kernels of a cached block by their lower halves. double: kernels in float64, whatever the rows are.
+    packed: kernels of a cached block by their lower halves. double: kernels in float64, whatever
+    the rows are.
     """
 
     label = "kernel"
 
-    def __init__(self, stores: Sequence[Store], groups: Groups, *, packed: bool = True, double: bool = False):
+    def __init__(
+        self, stores: Sequence[Store], groups: Groups, *, packed: bool = True, double: bool = False
+    ):
         self.stores, self.groups, self.packed, self.double = stores, groups, packed, double
         self.names = names = tuple(store.name for store in stores)
         self.kinds = tuple("rows" for store in self.stores for _ in range(store.slots))
@@ -48,7 +52,9 @@ class Gram(Part):
         return [(store.name, store.asks) for store in self.stores]
 
     def memory(self, problem: Problem) -> Memory:
-        """Rows of all data; a weight's row cotangents, or the kernels and their determinant in float64."""
+        """Rows of all data; a weight's row cotangents, or the kernels and their determinant in
+        float64.
+        """
         kept = [problem.n_data * store.bytes_per_datum(problem) for store in self.stores]
         kernels = len(self.shared) + bool(self.elementwise)
         element = 8 if self.double else problem.element
@@ -75,10 +81,14 @@ class Gram(Part):
         return self.shared.index(group) if isinstance(group, int) else -1
 
     def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
-        """One Gram matrix per shared prior group, then one for all weights with a precision per element."""
+        """One Gram matrix per shared prior group, then one for all weights with a precision per
+        element.
+        """
         grams: Tensor | None = None
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            gram = store.gram(kept, self._inverse(store.name, log_precision, kept[-1]), double=self.double)
+            gram = store.gram(
+                kept, self._inverse(store.name, log_precision, kept[-1]), double=self.double
+            )
             if grams is None:
                 grams = gram.new_zeros(len(self.shared) + bool(self.elementwise), *gram.shape)
             grams[self._index(store.name)] += gram
@@ -111,13 +121,20 @@ class Gram(Part):
         return per_weight
 
     def pull(
-        self, chunk: Chunk, observations: list[Tensor], bars: list[Tensor], rows: slice, log_precision: Tensor
+        self,
+        chunk: Chunk,
+        observations: list[Tensor],
+        bars: list[Tensor],
+        rows: slice,
+        log_precision: Tensor,
     ) -> None:
         own = slice(rows.start * chunk.k, rows.stop * chunk.k)
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
             bar = bars[0][self._index(store.name)]
             symmetric = bar[own] + bar[:, own].mT
-            store.pull(chunk, kept, rows, symmetric, self._inverse(store.name, log_precision, kept[-1]))
+            store.pull(
+                chunk, kept, rows, symmetric, self._inverse(store.name, log_precision, kept[-1])
+            )
 
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
@@ -134,11 +151,14 @@ class Gram(Part):
             return super().settled(statistics, mixing)
         grams = (mixed_gram(gram.double(), mixing) for gram in statistics[0])
         kernels = Combination(grams, statistics[0].dtype)
-        return lambda scale, log_precision: kernels.log_det_identity_plus(self._weights(scale, log_precision))
+        return lambda scale, log_precision: kernels.log_det_identity_plus(
+            self._weights(scale, log_precision)
+        )
 
     def _weights(self, scale: Tensor, log_precision: Tensor) -> Tensor:
         """What each Gram matrix is multiplied with in V P0^-1 V^T."""
-        everything = len(self.shared) == len(log_precision)  # then taking entries would only cost time
+        # then taking entries would only cost time
+        everything = len(self.shared) == len(log_precision)
         weights = scale * torch.exp(-(log_precision if everything else log_precision[self.shared]))
         return torch.cat([weights, scale.reshape(1)]) if self.elementwise else weights
 
@@ -151,5 +171,6 @@ def mixed_gram(gram: Tensor, mixing: Tensor | None) -> Tensor:
     if k == r == 1:
         return mixing.reshape(n, 1) * gram * mixing.reshape(1, n)
     half = (mixing.mT @ gram.reshape(n, k, n * k)).reshape(n * r, n * k)
-    # the other side from the transpose: by symmetry it is the same product again, and both are along rows
+    # the other side from the transpose: by symmetry it is the same product again, and both are
+    # along rows
     return (mixing.mT @ half.mT.reshape(n, k, n * r)).reshape(n * r, n * r)

@@ -1,7 +1,8 @@
 """log|I + sum_g w_g K_g| for many weights w: what does not depend on them is done once.
 
-Of the symmetric K_g only the lower triangles are kept, side by side, so that the sum and its derivative are one product
-with a vector each. Kernels of rank one (of a group that is a single weight) are kept as vectors: K_g = v v^T.
+Of the symmetric K_g only the lower triangles are kept, side by side, so that the sum and its
+derivative are one product with a vector each. Kernels of rank one (of a group that is a single
+weight) are kept as vectors: K_g = v v^T.
 
     d log|I + K| / d w_g = <(I + K)^-1, K_g>
 """
@@ -35,14 +36,17 @@ class Combination:
                 self.side = len(kernel)
                 rows, columns = torch.tril_indices(self.side, self.side, device=kernel.device)
                 self._entries = rows * self.side + columns
-                self._occurs = 2.0 - (rows == columns).double()  # an entry of the triangle stands for two of the matrix
+                # an entry of the triangle stands for two of the matrix
+                self._occurs = 2.0 - (rows == columns).double()
             v = _root_of_rank_one(kernel, eps)
             of_rank_one.append(v is not None)
             if v is not None:
                 vectors.append(v)
             else:
                 lower.append((kernel + kernel.mT).flatten()[self._entries].div_(2))
-        self._order = torch.tensor(of_rank_one, device=self._entries.device).argsort(descending=True, stable=True)
+        self._order = torch.tensor(of_rank_one, device=self._entries.device).argsort(
+            descending=True, stable=True
+        )
         self._back = self._order.argsort()
         self._vectors = torch.stack(vectors, 1) if vectors else None  # [N, G1]
         self._lower = torch.stack(lower) if lower else None  # [G2, N (N + 1) / 2]
@@ -68,7 +72,8 @@ class Combination:
         if self._vectors is not None:
             found.append(((matrix @ self._vectors) * self._vectors).sum(0))
         if self._lower is not None:
-            entries = matrix.mT.reshape(-1).index_select(0, self._entries)  # inverses come by column: no copy
+            # inverses come by column: no copy
+            entries = matrix.mT.reshape(-1).index_select(0, self._entries)
             found.append(self._lower @ entries.mul_(self._occurs))
         return torch.cat(found)[self._back]
 

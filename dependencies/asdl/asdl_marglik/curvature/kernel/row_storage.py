@@ -1,13 +1,13 @@
 """How the rows of one weight are kept for their Gram matrix.
 
-As they are (N P numbers, N^2 P operations) or, where that is cheaper, as the factors of which they are sums of outer
-products: v_ik = sum_t g_ikt a_it^T for datum i and seed k, so that
+As they are (N P numbers, N^2 P operations) or, where that is cheaper, as the factors of which they
+are sums of outer products: v_ik = sum_t g_ikt a_it^T for datum i and seed k, so that
 
     <v_ik, v_jl> = sum_tt' <a_it, a_jt'> <g_ikt, g_jlt'>
 
-For one seed or one position all the products are formed. For more, in the order that costs least for each pair of data
-points, T^2 D + K O T^2 + K^2 O T operations instead of the K^2 D O of rows: inputs with inputs, cotangents of i with
-that, cotangents of j with that.
+For one seed or one position all the products are formed. For more, in the order that costs least
+for each pair of data points, T^2 D + K O T^2 + K^2 O T operations instead of the K^2 D O of rows:
+inputs with inputs, cotangents of i with that, cotangents of j with that.
 """
 
 from __future__ import annotations
@@ -47,33 +47,54 @@ class Store(ABC):
         """The chunk's observations, each [n, ...], possibly written to `out`."""
 
     @abstractmethod
-    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False) -> Tensor:
+    def gram(
+        self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False
+    ) -> Tensor:
         """V P^-1 V^T [N, N] for a precision per element, V V^T without; in float64 if `double`."""
 
     @abstractmethod
     def cotangents(
-        self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
-        scratch: Scratch | None = None, of_outputs: bool = True,
-    ) -> list[Tensor]:  # fmt: skip
-        """Cotangents of `own`, from that of its rows of the Gram matrix and the columns of `others`; a sum over these.
+        self,
+        own: list[Tensor],
+        others: list[Tensor],
+        bar: Tensor,
+        inverse_precision: Tensor | None,
+        *,
+        scratch: Scratch | None = None,
+        of_outputs: bool = True,
+    ) -> list[Tensor]:
+        """Cotangents of `own`, from that of its rows of the Gram matrix and the columns of
+        `others`; a sum over these.
 
-        Computed in the dtype of `bar`: the null space of a Gram matrix cancels only in the precision of its inverse.
-        scratch: where it may be put. of_outputs: whether anything depends on the output cotangents.
+        Computed in the dtype of `bar`: the null space of a Gram matrix cancels only in the
+        precision of its inverse. scratch: where it may be put. of_outputs: whether anything depends
+        on the output cotangents.
         """
 
     @abstractmethod
     def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
         """Give a chunk its part of the cotangents."""
 
-    def pull(self, chunk: Chunk, kept: list[Tensor], own: slice, bar: Tensor, inverse_precision: Tensor | None) -> None:
-        """Hand the chunk of data `own` its cotangents, from the symmetric cotangent of its rows of the Gram matrix."""
+    def pull(
+        self,
+        chunk: Chunk,
+        kept: list[Tensor],
+        own: slice,
+        bar: Tensor,
+        inverse_precision: Tensor | None,
+    ) -> None:
+        """Hand the chunk of data `own` its cotangents, from the symmetric cotangent of its rows of
+        the Gram matrix.
+        """
         mine = [t[own] for t in kept]
         options = {"scratch": chunk.scratch, "of_outputs": chunk.differentiable}
         self.hand(chunk, self.cotangents(mine, kept, bar, inverse_precision, **options))  # type: ignore[arg-type]
 
 
 class Rows(Store):
-    """Rows as they are, [n, K, P]. mirrored: half of their Gram matrix is the mirror image of the other."""
+    """Rows as they are, [n, K, P]. mirrored: half of their Gram matrix is the mirror image of the
+    other.
+    """
 
     slots = 1
     asks = "rows"
@@ -95,7 +116,9 @@ class Rows(Store):
         """Rows of all data [N, P]."""
         return kept[0].flatten(0, 1)
 
-    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False) -> Tensor:
+    def gram(
+        self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False
+    ) -> Tensor:
         v = self.all_rows(kept)
         if double:
             return gram_in_double(v, inverse_precision)
@@ -104,12 +127,22 @@ class Rows(Store):
         return (v if inverse_precision is None else v * inverse_precision) @ v.mT
 
     def cotangents(
-        self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
-        scratch: Scratch | None = None, of_outputs: bool = True,
-    ) -> list[Tensor]:  # fmt: skip
+        self,
+        own: list[Tensor],
+        others: list[Tensor],
+        bar: Tensor,
+        inverse_precision: Tensor | None,
+        *,
+        scratch: Scratch | None = None,
+        of_outputs: bool = True,
+    ) -> list[Tensor]:
         v = self.all_rows(others)
         place = None if scratch is None else scratch.take(v, len(bar), v.shape[1])
-        rows_bar = torch.mm(bar, v, out=place) if bar.dtype == v.dtype else product_in_double(bar, v, place)
+        rows_bar = (
+            torch.mm(bar, v, out=place)
+            if bar.dtype == v.dtype
+            else product_in_double(bar, v, place)
+        )
         if inverse_precision is not None:
             rows_bar *= inverse_precision
         return [rows_bar.view(len(own[0]), -1, v.shape[1])]
@@ -120,7 +153,9 @@ class Rows(Store):
 
 
 class HalfRows(Rows):
-    """Rows in half precision [n, K, P], each with its own scale [n, K, 1]; arithmetic stays in the model's dtype."""
+    """Rows in half precision [n, K, P], each with its own scale [n, K, 1]; arithmetic stays in the
+    model's dtype.
+    """
 
     slots = 2
 
@@ -131,7 +166,9 @@ class HalfRows(Rows):
         rows = chunk.rows(self.name).reshape(chunk.n, chunk.k, -1)
         scale = rows.abs().amax(2, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
         found = [(rows / scale).half(), scale]
-        return found if out is None else [place.copy_(t) for place, t in zip(out, found, strict=True)]
+        return (
+            found if out is None else [place.copy_(t) for place, t in zip(out, found, strict=True)]
+        )
 
     def all_rows(self, kept: list[Tensor]) -> Tensor:
         rows, scale = kept
@@ -139,29 +176,43 @@ class HalfRows(Rows):
 
 
 class Factors(Store):
-    """Inputs a [n, T, D] and output cotangents g [n, K, T, O] of a linear map with few shared positions T."""
+    """Inputs a [n, T, D] and output cotangents g [n, K, T, O] of a linear map with few shared
+    positions T.
+    """
 
     slots = 2
     asks = "all"
 
     def bytes_per_datum(self, problem: Problem) -> int:
         o, d = problem.plan.factor_sides[self.name]
-        return problem.element * problem.copies * problem.plan.positions[self.name] * (d + problem.rows_per_datum * o)
+        return (
+            problem.element
+            * problem.copies
+            * problem.plan.positions[self.name]
+            * (d + problem.rows_per_datum * o)
+        )
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
-        (patches,), (positions,) = chunk.input_factors(self.name, "all"), chunk.output_factors(self.name, "all")
+        (patches,), (positions,) = (
+            chunk.input_factors(self.name, "all"),
+            chunk.output_factors(self.name, "all"),
+        )
         assert patches is not None
         return [patches.squeeze(2), positions.squeeze(3)]
 
     def _products(self, own: list[Tensor], others: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with others."""
+        """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with
+        others.
+        """
         (a, g), (b, h) = own, others
         inputs = a.flatten(0, 1) @ b.flatten(0, 1).mT
         outputs = g.flatten(0, 2) @ h.flatten(0, 2).mT
         n, t, (k,) = len(a), a.shape[1], g.shape[1:2]
         return inputs.view(n, 1, t, len(b), 1, t), outputs.view(n, k, t, len(b), k, t)
 
-    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False) -> Tensor:
+    def gram(
+        self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False
+    ) -> Tensor:
         kept = in_double(kept) if double else kept
         return self.cross(kept, kept)
 
@@ -172,9 +223,15 @@ class Factors(Store):
         return (inputs * outputs).sum((2, 5)).reshape(n * k, m * k)
 
     def cotangents(
-        self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
-        scratch: Scratch | None = None, of_outputs: bool = True,
-    ) -> list[Tensor]:  # fmt: skip
+        self,
+        own: list[Tensor],
+        others: list[Tensor],
+        bar: Tensor,
+        inverse_precision: Tensor | None,
+        *,
+        scratch: Scratch | None = None,
+        of_outputs: bool = True,
+    ) -> list[Tensor]:
         own, others = ([t.to(bar.dtype) for t in tensors] for tensors in (own, others))
         a, g = others
         inputs, outputs = self._products(own, others)
@@ -190,7 +247,9 @@ class Factors(Store):
 
 
 class SharedFactors(Factors):
-    """Inputs a [n, T, D] and output cotangents g [n, T, K, O]: the seeds of a datum share its inputs."""
+    """Inputs a [n, T, D] and output cotangents g [n, T, K, O]: the seeds of a datum share its
+    inputs.
+    """
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         a, g = super().observe(chunk, None)
@@ -199,7 +258,9 @@ class SharedFactors(Factors):
             return [place.copy_(t) for place, t in zip(out, found, strict=True)]
         return [t.contiguous() for t in found]
 
-    def gram(self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False) -> Tensor:
+    def gram(
+        self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False
+    ) -> Tensor:
         a, g = in_double(kept) if double else kept
         n, t, k, o = g.shape
         gram = g.new_empty(n, k, n, k)
@@ -225,9 +286,15 @@ class SharedFactors(Factors):
         return found.view(n * k, m * k)
 
     def cotangents(
-        self, own: list[Tensor], others: list[Tensor], bar: Tensor, inverse_precision: Tensor | None, *,
-        scratch: Scratch | None = None, of_outputs: bool = True,
-    ) -> list[Tensor]:  # fmt: skip
+        self,
+        own: list[Tensor],
+        others: list[Tensor],
+        bar: Tensor,
+        inverse_precision: Tensor | None,
+        *,
+        scratch: Scratch | None = None,
+        of_outputs: bool = True,
+    ) -> list[Tensor]:
         own, others = ([t.to(bar.dtype) for t in tensors] for tensors in (own, others))
         a, g = others
         n, t, k = g.shape[:3]
@@ -236,7 +303,11 @@ class SharedFactors(Factors):
         for i, (a_i, g_i) in enumerate(zip(*own, strict=True)):
             for some in self._blocks(g, n):
                 # cotangents of j, weighted for every seed of i [n', T, K, O]
-                weighted = (bar[i, :, some].transpose(0, 1).unsqueeze(1) @ g[some]).flatten(0, 1).flatten(1)
+                weighted = (
+                    (bar[i, :, some].transpose(0, 1).unsqueeze(1) @ g[some])
+                    .flatten(0, 1)
+                    .flatten(1)
+                )
                 a_some = a[some].flatten(0, 1)
                 a_bar[i].addmm_(g_i.flatten(1) @ weighted.mT, a_some)
                 if of_outputs:

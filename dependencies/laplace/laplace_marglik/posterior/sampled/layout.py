@@ -22,7 +22,11 @@ class Layout:
         for name, w in weights.items():
             self.pieces[name] = slice(start, start + w.numel())
             start += w.numel()
-        self.size, self.groups, self.n_groups = start, {name: groups[name] for name in weights}, n_groups
+        self.size, self.groups, self.n_groups = (
+            start,
+            {name: groups[name] for name in weights},
+            n_groups,
+        )
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """One vector [P] of the weights' tensors."""
@@ -70,7 +74,9 @@ def included(weights: dict[str, nn.Parameter], exclude: list[str]) -> dict[str, 
     """The weights whose names fit none of the patterns; each pattern must fit some weight."""
     for pattern in exclude:
         if not any(matches(name, [pattern]) for name in weights):
-            raise MarglikError(f"exclude pattern {pattern!r} fits no weight; there are {list(weights)}")
+            raise MarglikError(
+                f"exclude pattern {pattern!r} fits no weight; there are {list(weights)}"
+            )
     found = {name: w for name, w in weights.items() if not matches(name, exclude)}
     if not found:
         raise MarglikError(f"exclude={exclude} leaves no weights")

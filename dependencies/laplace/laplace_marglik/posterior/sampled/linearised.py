@@ -1,4 +1,6 @@
-"""The network as a linear function of its weights: products with its Jacobian, without the Jacobian."""
+"""The network as a linear function of its weights: products with its Jacobian, without the
+Jacobian.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from laplace_marglik.posterior.sampled.layout import Layout
 class Linearised:
     """J(x) diag(s) at the network's present weights; s are feature scales [P] (None: ones).
 
-    together: vectors in one vectorised pass. More is faster for small networks and needs the activations of as many.
+    together: vectors in one vectorised pass. More is faster for small networks and needs the
+    activations of as many.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, together: int = 1):
@@ -52,8 +55,12 @@ class Linearised:
             results = [push(vector) for vector in vectors]
             return results[0][0], torch.stack([pushed for _, pushed in results])
 
-    def vjp_(self, x: Any, cotangents: Callable[[Tensor], Tensor], out: Tensor, weight: float = 1.0) -> None:
-        """out [k, P] += weight diag(s) J^T u, where the cotangents u [k, n, ...] are a function of the outputs."""
+    def vjp_(
+        self, x: Any, cotangents: Callable[[Tensor], Tensor], out: Tensor, weight: float = 1.0
+    ) -> None:
+        """out [k, P] += weight diag(s) J^T u, where the cotangents u [k, n, ...] are a function of
+        the outputs.
+        """
         weights, fixed = self._weights()
         leaves = {name: w.requires_grad_() for name, w in weights.items()}
         with evaluating(self.model):
@@ -66,9 +73,13 @@ class Linearised:
                 last = start + self.together >= len(us)
                 batched = self.together > 1
                 found = torch.autograd.grad(
-                    f, inputs, part if batched else part[0], is_grads_batched=batched, retain_graph=not last,
+                    f,
+                    inputs,
+                    part if batched else part[0],
+                    is_grads_batched=batched,
+                    retain_graph=not last,
                     allow_unused=True,
-                )  # fmt: skip
+                )
                 for piece, gradient in zip(self.layout.pieces.values(), found, strict=True):
                     if gradient is None:
                         continue

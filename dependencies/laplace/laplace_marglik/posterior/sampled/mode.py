@@ -4,8 +4,8 @@ With h(theta) = f + J (theta - w) (or J theta, without the offset) the convex lo
 
     loss(theta) = - sum_i log p(y_i | h_i(theta)) / tau + 1/2 |theta - mu|^2_A
 
-is minimised by Newton steps whose systems are solved by conjugate gradients, or by minibatch gradients. Outputs are
-linear in theta, so that a line search needs no further pass over the data.
+is minimised by Newton steps whose systems are solved by conjugate gradients, or by minibatch
+gradients. Outputs are linear in theta, so that a line search needs no further pass over the data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ INEXACT = 0.1  # relative residual of a Newton system: its error is mended by th
 
 @dataclass
 class LinearModel:
-    """The convex loss of a system's data; theta and mu are in the system's coordinates, weights divided by s."""
+    """The convex loss of a system's data; theta and mu are in the system's coordinates, weights
+    divided by s.
+    """
 
     system: System
     offset: bool
@@ -43,7 +45,9 @@ class LinearModel:
         means = {name: prior.mean_of(name) for name in layout.pieces}
         self.mean = torch.zeros(()).to(self.origin)  # mostly: no vector is kept for it
         if any(isinstance(mean, Tensor) or mean != 0 for mean in means.values()):
-            self.mean = self._scaled(layout.flat({name: _filled(means[name], weights[name]) for name in means}))
+            self.mean = self._scaled(
+                layout.flat({name: _filled(means[name], weights[name]) for name in means})
+            )
 
     def _scaled(self, vector: Tensor) -> Tensor:
         scale = self.system.linear.scale
@@ -65,12 +69,16 @@ class LinearModel:
             return total * torch.exp(-likelihood.log_temperature.double())
 
     def log_likelihoods(self, outputs: list[Tensor], z: Tensor) -> Tensor:
-        """sum_i log p(y_i | h_i + J_i z_j) / tau of each deviation z [k, P] of the weights [k]; one pass."""
+        """sum_i log p(y_i | h_i + J_i z_j) / tau of each deviation z [k, P] of the weights [k]; one
+        pass.
+        """
         moved = [h + d for h, d in zip(outputs, self.system.pushed(z).values(), strict=True)]
         return torch.stack([self.log_likelihood([h[j] for h in moved]) for j in range(len(z))])
 
     def outputs(self, theta: Tensor) -> list[Tensor]:
-        """h(theta) of each batch; one pass, which refuses data, outputs and targets that are not finite."""
+        """h(theta) of each batch; one pass, which refuses data, outputs and targets that are not
+        finite.
+        """
         outputs, seen = [], Seen(self.system)
         for batch in self.system.batches():
             f, pushed = self._pushed(theta, batch.x)
@@ -89,8 +97,12 @@ class LinearModel:
         f, pushed = self.system.linear.jvp(x, vector.unsqueeze(0))
         return f if self.offset else torch.zeros_like(f), pushed[0]
 
-    def directional(self, theta: Tensor, direction: Tensor, outputs: list[Tensor], pushed: list[Tensor]) -> float:
-        """Slope of the loss at theta along a direction with J direction = pushed: no pass, and no gradient is kept."""
+    def directional(
+        self, theta: Tensor, direction: Tensor, outputs: list[Tensor], pushed: list[Tensor]
+    ) -> float:
+        """Slope of the loss at theta along a direction with J direction = pushed: no pass, and no
+        gradient is kept.
+        """
         prior = self.system.layout.dots((theta - self.mean).unsqueeze(0), direction.unsqueeze(0))[0]
         total = torch.zeros((), dtype=torch.float64, device=theta.device)
         for h, p, batch in zip(outputs, pushed, self.system.batches(), strict=True):
@@ -119,9 +131,10 @@ class LinearModel:
         return out
 
     def pulled_squares(self, theta: Tensor) -> Tensor:
-        """|theta - mu|^2 of each group [G] by the mode's equation A (theta - mu) = - gradient; two passes.
+        """|theta - mu|^2 of each group [G] by the mode's equation A (theta - mu) = - gradient.
 
-        A solver's tolerance hides deviations of groups that the prior dominates; their gradient is as it is.
+        A solver's tolerance hides deviations of groups that the prior dominates; their gradient is
+        as it is.
         """
         gradient = self._data_gradient(theta, self.outputs(theta))
         self.system.over_ranks_(gradient, "gradient of the linear model")
@@ -146,13 +159,18 @@ class Mode:
 
     theta: Tensor
     steps: int
-    error: float  # relative: |last step| / |theta - mu| for Newton steps, |gradient| / |first gradient| for others
+    # relative: |last step| / |theta - mu| for Newton steps, |gradient| / |first gradient| for
+    # others
+    error: float
 
 
-def newton(model: LinearModel, theta: Tensor, settings: ConjugateGradients, precondition: Any = None) -> Mode:
+def newton(
+    model: LinearModel, theta: Tensor, settings: ConjugateGradients, precondition: Any = None
+) -> Mode:
     """Newton steps until one is shorter than the tolerance, in units of the prior.
 
-    All their systems together take as many passes over the data, at most, as those of one sample may.
+    All their systems together take as many passes over the data, at most, as those of one sample
+    may.
     """
     system = model.system
     outputs, error, steps = model.outputs(theta), float("inf"), 0
@@ -184,9 +202,16 @@ def newton(model: LinearModel, theta: Tensor, settings: ConjugateGradients, prec
 
 
 def _line_search(
-    model: LinearModel, theta: Tensor, direction: Tensor, outputs: list[Tensor], pushed: list[Tensor], slope: float
+    model: LinearModel,
+    theta: Tensor,
+    direction: Tensor,
+    outputs: list[Tensor],
+    pushed: list[Tensor],
+    slope: float,
 ) -> float:
-    """The longest of 1, 1/2, 1/4, ... that lowers the loss as its slope promises; 0 where rounding hides the gain."""
+    """The longest of 1, 1/2, 1/4, ... that lowers the loss as its slope promises; 0 where rounding
+    hides the gain.
+    """
     precision = model.system.precision
 
     def loss(length: float) -> float:
@@ -203,7 +228,9 @@ def _line_search(
 
 
 def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
-    """Nesterov steps on minibatches; the curvature that limits their size is that of undecided outputs too."""
+    """Nesterov steps on minibatches; the curvature that limits their size is that of undecided
+    outputs too.
+    """
     system = model.system
     batch = next(system.whole_batches())
     weight, f = system.n_data / batch.total, system.linear.outputs(batch.x)
@@ -216,16 +243,24 @@ def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
     def gradient(at: Tensor) -> float:
         return system.whitened_(model.gradient(at, model.outputs(at))).norm().item()
 
-    steepest = max(largest_eigenvalue(lambda v: product(v, p), theta) for p in (f, torch.zeros_like(f)))  # noqa: B023
+    points = (f, torch.zeros_like(f))
+    steepest = max(largest_eigenvalue(lambda v, p=p: product(v, p), theta) for p in points)  # type: ignore[misc]
     rate = settings.rate or RATE / steepest
     first, moved = gradient(theta), theta.unsqueeze(0).clone()
     bound = torch.full((1, 1), settings.clip * first, dtype=torch.float64, device=theta.device)
     steps = nesterov(
-        lambda at, part: system.whitened_(model.batch_gradient(at, part)), system.steps, moved, settings, rate, bound
+        lambda at, part: system.whitened_(model.batch_gradient(at, part)),
+        system.steps,
+        moved,
+        settings,
+        rate,
+        bound,
     )
     last = gradient(moved[0])
     return Mode(moved[0], steps, last / max(first, 1e-300))
 
 
 def _filled(mean: Tensor | float, like: Tensor) -> Tensor:
-    return mean.to(like).expand_as(like) if isinstance(mean, Tensor) else torch.full_like(like, mean)
+    return (
+        mean.to(like).expand_as(like) if isinstance(mean, Tensor) else torch.full_like(like, mean)
+    )

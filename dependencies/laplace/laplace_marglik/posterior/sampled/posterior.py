@@ -12,7 +12,13 @@ from torch import Tensor
 from asdl_marglik import check_finite
 from asdl_marglik.watch.model import finite
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.posterior.sampled.dimension import SMALL, EffectiveDimension, PriorStep, Space, mackay
+from laplace_marglik.posterior.sampled.dimension import (
+    SMALL,
+    EffectiveDimension,
+    PriorStep,
+    Space,
+    mackay,
+)
 from laplace_marglik.posterior.sampled.ladder import LadderEvidence, bracket, integral, rungs
 from laplace_marglik.posterior.sampled.mode import LinearModel
 from laplace_marglik.posterior.sampled.predictive import joint_log_prob, monte_carlo, probit
@@ -21,33 +27,40 @@ from laplace_marglik.posterior.sampled.system import Loader, System, check_deriv
 
 
 class SampledLaplace(Samples):
-    """k samples z_j ~ N(0, H^-1) of the linearised network's posterior around its weights, H = J^T Lambda J + A.
+    """k samples z_j ~ N(0, H^-1) of the linearised network's posterior around its weights, H = J^T
+    Lambda J + A.
 
-    Every product with J is a forward- or reverse-mode pass over batches: no matrix is formed. Memory: at most
-    (3 k + 2) P numbers, by count, besides a training step (k >= 5, `together` <= k / 5; with `rows` as many more).
+    Every product with J is a forward- or reverse-mode pass over batches: no matrix is formed.
+    Memory: at most (3 k + 2) P numbers, by count, besides a training step (k >= 5, `together` <= k
+    / 5; with `rows` as many more).
 
-    likelihood: "classification", "regression", a `Likelihood` or a function log_prob(f, y). samples: k. solver: "cg",
-    "sgd", or a `ConjugateGradients` or `Sgd` with its settings. scaling: "none", or "g-prior" for features divided by
-    the root of their curvature, so that the precision means the same whatever the scale of a weight; the precisions of
-    `prior` are then those of the scaled weights. exclude: name patterns of weights that stay fixed, as those of
-    normalisation layers may. offset: whether the linear model keeps the network's outputs, f + J (theta - w), or is
-    J theta. curvature: Lambda at the network's "outputs", as in the Laplace approximation, or "averaged" over the
-    outputs of the samples before. Where the network is sure of its training data Lambda almost vanishes there, and
-    samples of the former do not fit the data that the network fits; those of the latter do. It keeps k N C outputs.
-    together: samples in one vectorised pass; more is faster for small networks and needs the activations of as many.
-    ranks: processes that share every batch; all are given the same loader and hold all samples.
+    likelihood: "classification", "regression", a `Likelihood` or a function log_prob(f, y).
+    samples: k. solver: "cg", "sgd", or a `ConjugateGradients` or `Sgd` with its settings. scaling:
+    "none", or "g-prior" for features divided by the root of their curvature, so that the precision
+    means the same whatever the scale of a weight; the precisions of `prior` are then those of the
+    scaled weights. exclude: name patterns of weights that stay fixed, as those of normalisation
+    layers may. offset: whether the linear model keeps the network's outputs, f + J (theta - w), or
+    is J theta. curvature: Lambda at the network's "outputs", as in the Laplace approximation, or
+    "averaged" over the outputs of the samples before. Where the network is sure of its training
+    data Lambda almost vanishes there, and samples of the former do not fit the data that the
+    network fits; those of the latter do. It keeps k N C outputs. together: samples in one
+    vectorised pass; more is faster for small networks and needs the activations of as many. ranks:
+    processes that share every batch; all are given the same loader and hold all samples.
     """
 
-    # ----------------------------------------------------------------------------------------------- prior and evidence
+    # --------------------------------------------------------------------------- prior and evidence
 
     def update_prior(self, loader: Loader, space: Space = "function") -> Tensor:
-        """One EM step: the precision of each group from the samples and the mode, then both anew; returns it [G].
+        """One EM step: the precision of each group from the samples and the mode, then both anew;
+        returns it [G].
 
-        Targets without signal for a group make its evidence rise with its precision without end; the precision then
-        stops where more of it would be worth nothing, with a warning that names the group. A step that fails leaves the
-        prior and the samples as they were, or, if some of the samples had moved, asks for a refit.
+        Targets without signal for a group make its evidence rise with its precision without end;
+        the precision then stops where more of it would be worth nothing, with a warning that names
+        the group. A step that fails leaves the prior and the samples as they were, or, if some of
+        the samples had moved, asks for a refit.
 
-        space: where effective dimensions are measured (see `dimension`); with several groups "pull" varies least.
+        space: where effective dimensions are measured (see `dimension`); with several groups "pull"
+        varies least.
         """
         self._check_fit()
         with self._undone_by_failure():
@@ -57,31 +70,45 @@ class SampledLaplace(Samples):
             self.refit(loader) if self.averaged else self._solve(self.system(loader))
         if step.switched_off.any():
             warnings.warn(
-                f"the targets hold no signal for {self._named(step.switched_off)}: their evidence rises with the prior "
-                "precision without end, so that it was stopped where the group has no effect left; check the targets, "
+                f"the targets hold no signal for {self._named(step.switched_off)}: their evidence "
+                f"rises with the prior "
+                "precision without end, so that it was stopped where the group has no effect left; "
+                "check the targets, "
                 "exclude those weights, or let them share a group with others",
                 stacklevel=2,
             )
         return self.prior.precision.detach()
 
     def _prior_step(self, model: LinearModel, space: Space) -> PriorStep:
-        """MacKay's step; a group of small effective dimension is measured by what the data pull at."""
-        estimate, counts = self.effective_dimension(space).groups, self.layout.counts.to(self._like.device)
+        """MacKay's step; a group of small effective dimension is measured by what the data pull
+        at.
+        """
+        estimate, counts = (
+            self.effective_dimension(space).groups,
+            self.layout.counts.to(self._like.device),
+        )
         solved, squares = self._results, model.squares(self.mode)
         weight, pull = solved.weight.mean(0), solved.pull.mean(0)
         gamma = estimate
-        for other in (weight, pull):  # noise carries an estimate out of (0, P_l) where another is good
+        # noise carries an estimate out of (0, P_l) where another is good
+        for other in (
+            weight,
+            pull,
+        ):
             gamma = torch.where((gamma > 0) & (gamma < counts), gamma, other)
         gamma = torch.where((gamma > 0) & (gamma < counts), gamma, estimate)
         small = pull < SMALL
         if small.any():
             gamma = torch.where(small, pull, gamma)
             squares = torch.where(small, model.pulled_squares(self.mode), squares)
-        step = PriorStep.towards(mackay(gamma, squares, counts), gamma, self.prior.log_precision.detach())
+        step = PriorStep.towards(
+            mackay(gamma, squares, counts), gamma, self.prior.log_precision.detach()
+        )
         unknown = ~(step.change.isfinite() & gamma.isfinite())
         if unknown.any():
             raise MarglikError(
-                f"the next precision of {self._named(unknown)} is not finite; the prior and the samples are as they "
+                f"the next precision of {self._named(unknown)} is not finite; the prior and the "
+                f"samples are as they "
                 "were: use a wider dtype, other solver settings or exclude those weights"
             )
         return step
@@ -91,15 +118,21 @@ class SampledLaplace(Samples):
         if space not in ("function", "weight", "pull"):
             raise MarglikError(f"space must be function, weight or pull, got {space!r}")
         solved = self._results
-        return EffectiveDimension.of({"function": solved.function, "weight": solved.weight, "pull": solved.pull}[space])
+        return EffectiveDimension.of(
+            {"function": solved.function, "weight": solved.weight, "pull": solved.pull}[space]
+        )
 
-    def log_evidence(self, loader: Loader, at: Literal["mode", "weights"] = "mode", rungs_: int = 13) -> LadderEvidence:
-        """The log marginal likelihood, its determinant integrated over a ladder of `rungs_` precisions.
+    def log_evidence(
+        self, loader: Loader, at: Literal["mode", "weights"] = "mode", rungs_: int = 13
+    ) -> LadderEvidence:
+        """The log marginal likelihood, its determinant integrated over a ladder of `rungs_`
+        precisions.
 
         at: log-likelihood and scatter of the linear model's mode, or of the network's weights as in
-        `MarginalLikelihood`. Standard error over samples; `bracket` is that of the rule of integration alone,
-        `interval` has the sampling error too. With averaged curvature it is the variational bound of the linear model's
-        evidence: in place of log p at the centre it has E_q log p + gamma / 2, the same where log p is quadratic.
+        `MarginalLikelihood`. Standard error over samples; `bracket` is that of the rule of
+        integration alone, `interval` has the sampling error too. With averaged curvature it is the
+        variational bound of the linear model's evidence: in place of log p at the centre it has E_q
+        log p + gamma / 2, the same where log p is quadratic.
         """
         if at not in ("mode", "weights"):
             raise MarglikError(f"at must be mode or weights, got {at!r}")
@@ -109,14 +142,20 @@ class SampledLaplace(Samples):
         outputs = model.outputs(theta)  # first: it refuses data that are not finite
         log_likelihoods = model.log_likelihood(outputs).expand(self.samples)
         if self.averaged:
-            log_likelihoods = model.log_likelihoods(outputs, self._samples) + 0.5 * self._results.function.sum(1)
-        log_likelihood, scatter = log_likelihoods.mean(), (system.precision * model.squares(theta)).sum()
+            log_likelihoods = model.log_likelihoods(
+                outputs, self._samples
+            ) + 0.5 * self._results.function.sum(1)
+        log_likelihood, scatter = (
+            log_likelihoods.mean(),
+            (system.precision * model.squares(theta)).sum(),
+        )
         each, (low, high) = self._log_dets(system, rungs_)
         known = (log_likelihood - 0.5 * scatter).item()
         totals = log_likelihoods.cpu() - 0.5 * each
         if not totals.isfinite().all():
             raise MarglikError(
-                "the evidence is not finite although data, outputs and samples are; use a wider dtype or a precision "
+                "the evidence is not finite although data, outputs and samples are; use a wider "
+                "dtype or a precision "
                 "nearer to 1"
             )
         error = totals.std().item() / self.samples**0.5 if self.samples > 1 else None
@@ -124,9 +163,12 @@ class SampledLaplace(Samples):
         return LadderEvidence(log_likelihood, scatter, log_det, 1.0, "approximation", error, ends)
 
     def _log_dets(self, system: System, count: int) -> tuple[Tensor, tuple[float, float]]:
-        """log|I + A^-1 M| by each sample [k], on a ladder of `count` precisions, and the bracket of their mean."""
+        """log|I + A^-1 M| by each sample [k], on a ladder of `count` precisions, and the bracket of
+        their mean.
+        """
         assert self._u is not None
-        whitened = self.layout.dots(self._u, self._u) / system.precision  # E |A^{-1/2} u|^2 = tr A^-1 M
+        # E |A^{-1/2} u|^2 = tr A^-1 M
+        whitened = self.layout.dots(self._u, self._u) / system.precision
         traces = whitened.sum(1).tolist()
         trace = sum(traces) / len(traces)
         factors = rungs(trace, count)
@@ -137,7 +179,10 @@ class SampledLaplace(Samples):
             own += [self._solve_group(system.at(t), group, z).function.sum(1) for t in factors[1:]]
             gammas += torch.stack(own, 1).tolist()
         means = torch.tensor(gammas, dtype=torch.float64).mean(0).tolist()
-        each = torch.tensor([integral(factors, g, t) for g, t in zip(gammas, traces, strict=True)], dtype=torch.float64)
+        each = torch.tensor(
+            [integral(factors, g, t) for g, t in zip(gammas, traces, strict=True)],
+            dtype=torch.float64,
+        )
         return each, bracket(factors, means, trace)
 
     def diagnostics(self) -> dict[str, Any]:
@@ -145,9 +190,11 @@ class SampledLaplace(Samples):
         function, weight = self.effective_dimension("function"), self.effective_dimension("weight")
         assert self._mode is not None
         return {
-            # |H z - b| / |b| of each sample, over the stiffness of groups: mostly of the steepest directions
+            # |H z - b| / |b| of each sample, over the stiffness of groups: mostly of the steepest
+            # directions
             "residuals": self._results.residuals.tolist(),
-            "errors": self._results.errors.tolist(),  # |z - H^-1 b|_H / |z|_H at most: in posterior standard deviations
+            # |z - H^-1 b|_H / |z|_H at most: in posterior standard deviations
+            "errors": self._results.errors.tolist(),
             "steps": self._results.steps,
             "mode_steps": self._mode.steps,
             "mode_error": self._mode.error,
@@ -155,7 +202,7 @@ class SampledLaplace(Samples):
             "effective_dimension_weight_space": (weight.total, weight.standard_error),
         }
 
-    # ------------------------------------------------------------------------------------------------------ predictions
+    # ---------------------------------------------------------------------------------- predictions
 
     def sample_logits(self, x: Any) -> Tensor:
         """Outputs f + J z_j [k, n, ...] of each sample; their mean is the network's own."""
@@ -163,10 +210,14 @@ class SampledLaplace(Samples):
         return f + pushed
 
     def predict(self, x: Any, kind: Literal["mc", "probit"] = "mc") -> Tensor:
-        """Class probabilities, or mean predictions [n, ...]: averaged over samples, or from their variance."""
+        """Class probabilities, or mean predictions [n, ...]: averaged over samples, or from their
+        variance.
+        """
         return self.predictions(x, [kind])[0]
 
-    def predictions(self, x: Any, kinds: Sequence[Literal["mc", "probit"]] = ("mc", "probit")) -> list[Tensor]:
+    def predictions(
+        self, x: Any, kinds: Sequence[Literal["mc", "probit"]] = ("mc", "probit")
+    ) -> list[Tensor]:
         """Predictions of several kinds from one pass."""
         unknown = [kind for kind in kinds if kind not in ("mc", "probit")]
         if unknown:
@@ -189,7 +240,9 @@ class SampledLaplace(Samples):
         return f, pushed
 
     def joint_log_prob(self, x: Any, y: Tensor) -> Tensor:
-        """log p of all targets together, given all inputs: how well samples agree about several inputs at once."""
+        """log p of all targets together, given all inputs: how well samples agree about several
+        inputs at once.
+        """
         return joint_log_prob(self.likelihood, self.sample_logits(x), self._placed(y))
 
     def covariance(self, x: Any) -> Tensor:

@@ -1,11 +1,12 @@
 """An approximate inverse of H from a few rows of the data.
 
-M is a sum over data; r of them, each with a random root row v_i = J_i^T U_i xi_i, give M ~= (N/r) V^T V, and
+M is a sum over data; r of them, each with a random root row v_i = J_i^T U_i xi_i, give M ~= (N/r)
+V^T V, and
 
     (D + c V^T V)^-1 = D^-1 - D^-1 V^T (I/c + V D^-1 V^T)^-1 V D^-1,   c = N/r        (Woodbury)
 
-with D = (1 + e) A, where e, the smallest eigenvalue of c V A^-1 V^T, stands for the directions that the rows do not
-span, as in Nystrom preconditioners: without it these would be the steepest.
+with D = (1 + e) A, where e, the smallest eigenvalue of c V A^-1 V^T, stands for the directions that
+the rows do not span, as in Nystrom preconditioners: without it these would be the steepest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from asdl_marglik import map_inputs
+from asdl_marglik import taken
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.posterior.sampled.system import System
 
@@ -24,7 +25,10 @@ from laplace_marglik.posterior.sampled.system import System
 def root_rows(system: System, rows: int, like: Tensor) -> Tensor:
     """Random root rows V [r, P], one of each of the first r data of the loader."""
     if rows > system.n_data:
-        raise MarglikError(f"a preconditioner of {rows} rows, one per datum, but there are {system.n_data} data points")
+        raise MarglikError(
+            f"a preconditioner of {rows} rows, one per datum, but there are {system.n_data} data "
+            f"points"
+        )
     generator = torch.Generator().manual_seed(system.seed)
     found, scale = torch.zeros(rows, system.layout.size).to(like), system.curvature_scale**0.5
     row = 0
@@ -35,7 +39,7 @@ def root_rows(system: System, rows: int, like: Tensor) -> Tensor:
 
     for x, y, *_ in system.whole_batches():  # few: every rank makes all of them
         for i in range(min(len(y), rows - row)):
-            one = map_inputs(lambda t, i=i: t[i : i + 1], x)  # type: ignore[misc]
+            one = taken(x, slice(i, i + 1))
             system.linear.vjp_(one, partial(mixed, y[i : i + 1]), found[row : row + 1])
             row += 1
         if row == rows:

@@ -1,4 +1,6 @@
-"""Samples of the linearised network's posterior: how they are solved for, kept, and known to be of the present fit."""
+"""Samples of the linearised network's posterior: how they are solved for, kept, and known to be of
+the present fit.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ from laplace_marglik.posterior.sampled.solve import (
 from laplace_marglik.posterior.sampled.system import Loader, System
 from laplace_marglik.prior import GaussianPrior
 
-LEAST_CURVATURE = 1e-6  # of a feature, for its scale: a weight that the data do not see is not scaled up without end
-AVERAGED_FITS = 3  # of a first fit with averaged curvature: each averages over the samples of the one before
+# of a feature, for its scale: a weight that the data do not see is not scaled up without end
+LEAST_CURVATURE = 1e-6
+AVERAGED_FITS = (
+    3  # of a first fit with averaged curvature: each averages over the samples of the one before
+)
 NAMED = 5  # groups in a message, at most
 Self = TypeVar("Self", bound="Samples")
 
@@ -41,12 +46,23 @@ class Samples:
     """k solutions z_j of H z = b, of which `SampledLaplace` says what they mean."""
 
     def __init__(
-        self, model: nn.Module, likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor], *, n_data: int,
-        prior: GaussianPrior, samples: int = 8, solver: str | Solver = "cg",
-        scaling: Literal["none", "g-prior"] = "none", exclude: Iterable[str] = (), hyper: Iterable[str] = (),
-        curvature: Literal["outputs", "averaged"] = "outputs", offset: bool = True, together: int = 1,
-        generator: torch.Generator | None = None, ranks: Ranks | None = None,
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood | Callable[[Tensor, Tensor], Tensor],
+        *,
+        n_data: int,
+        prior: GaussianPrior,
+        samples: int = 8,
+        solver: str | Solver = "cg",
+        scaling: Literal["none", "g-prior"] = "none",
+        exclude: Iterable[str] = (),
+        hyper: Iterable[str] = (),
+        curvature: Literal["outputs", "averaged"] = "outputs",
+        offset: bool = True,
+        together: int = 1,
+        generator: torch.Generator | None = None,
+        ranks: Ranks | None = None,
+    ):
         n_data = positive_integer("n_data", n_data)
         samples = positive_integer("samples", samples)
         together = positive_integer("together", together)
@@ -56,8 +72,12 @@ class Samples:
             raise MarglikError(f"curvature must be outputs or averaged, got {curvature!r}")
         self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
         self.n_data, self.samples, self.solver, self.scaling, self.offset = (
-            n_data, samples, solver_for(solver), scaling, offset
-        )  # fmt: skip
+            n_data,
+            samples,
+            solver_for(solver),
+            scaling,
+            offset,
+        )
         self.averaged = curvature == "averaged"
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self.ranks = ranks
@@ -73,16 +93,19 @@ class Samples:
         self._curvature_per_weight = 0.0
         self._rows: Tensor | None = None
         self._solved: Solved | None = None
-        self._fingerprint: Tensor | None = None  # of all that the samples depend on, when they were solved for
+        self._fingerprint: Tensor | None = (
+            None  # of all that the samples depend on, when they were solved for
+        )
         self._seed = 0
 
-    # -------------------------------------------------------------------------------------------------------- inference
+    # ------------------------------------------------------------------------------------ inference
 
     def fit(self: Self, loader: Loader) -> Self:
-        """Draw new noise and solve for the samples and for the linear model's mode at the network's present weights.
+        """Draw new noise and solve for the samples and for the linear model's mode at the network's
+        present weights.
 
-        loader: all data in batches; with "cg", noise in the data or averaged curvature the same batches every time
-        (shuffle=False).
+        loader: all data in batches; with "cg", noise in the data or averaged curvature the same
+        batches every time (shuffle=False).
         """
         self._seed = int(torch.randint(2**40, (), generator=self.generator))
         self._z = self._mode = self._deviations = None
@@ -91,7 +114,9 @@ class Samples:
         return self
 
     def refit(self: Self, loader: Loader) -> Self:
-        """The same with the noise of before, from where the samples were: for weights or a prior that have moved."""
+        """The same with the noise of before, from where the samples were: for weights or a prior
+        that have moved.
+        """
         check_weights(self.model)
         with self._undone_by_failure():
             if self.averaged and self._z is not None:
@@ -120,15 +145,30 @@ class Samples:
 
     def _named(self, chosen: Tensor) -> str:
         """Groups of the prior in words."""
-        names = [name for name, own in zip(self.prior.group_names, chosen.tolist(), strict=True) if own]
-        names = list(dict.fromkeys(names))  # groups of single elements have the name of their weight
+        names = [
+            name for name, own in zip(self.prior.group_names, chosen.tolist(), strict=True) if own
+        ]
+        # groups of single elements have the name of their weight
+        names = list(dict.fromkeys(names))
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        return f"the prior's group{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:NAMED]))}{more}"
+        shown = ", ".join(map(repr, names[:NAMED]))
+        return f"the prior's group{'s' if len(names) > 1 else ''} {shown}{more}"
 
     @contextmanager
     def _undone_by_failure(self) -> Iterator[None]:
-        """Everything as it was, if what is inside fails; samples that have moved already have to be fitted again."""
-        names = ("_z", "_mode", "_u", "_rows", "_curvature_per_weight", "_deviations", "_solved", "_fingerprint")
+        """Everything as it was, if what is inside fails; samples that have moved already have to be
+        fitted again.
+        """
+        names = (
+            "_z",
+            "_mode",
+            "_u",
+            "_rows",
+            "_curvature_per_weight",
+            "_deviations",
+            "_solved",
+            "_fingerprint",
+        )
         before = {name: getattr(self, name) for name in names}
         scale, log_precision = self.linear.scale, self.prior.log_precision.detach().clone()
         try:
@@ -159,20 +199,25 @@ class Samples:
         )
 
     def _solve(self, system: System, rescale: Tensor | None = None) -> None:
-        """Samples, their effective dimensions and residuals, and the mode, at the present precision.
+        """Samples, their effective dimensions and residuals, and the mode, at the present
+        precision.
 
-        rescale: factors [P] of the samples first. They move last, and each when it is known to be finite.
+        rescale: factors [P] of the samples first. They move last, and each when it is known to be
+        finite.
         """
         if not system.precision.isfinite().all():
             raise MarglikError(
-                f"the precision of {self._named(~system.precision.isfinite())} is not finite; set the prior's "
+                f"the precision of {self._named(~system.precision.isfinite())} is not finite; set "
+                f"the prior's "
                 "log_precision to a finite value"
             )
         mode = self._solve_mode(system)
         z, parts = self._samples, []
         for group in self._groups():
             own = z[group.start : group.stop].clone()
-            parts.append(self._solve_group(system, group, own if rescale is None else own.mul_(rescale)))
+            parts.append(
+                self._solve_group(system, group, own if rescale is None else own.mul_(rescale))
+            )
             self._fingerprint = None
             z[group.start : group.stop] = own
         self._mode, self._solved, self._fingerprint = mode, Solved.all(parts), self._present()
@@ -192,12 +237,15 @@ class Samples:
         sizes = self.layout.dots(vectors, vectors).sum(0)
         if not sizes.isfinite().all():
             raise MarglikError(
-                f"the {what} became infinite or NaN in {self._named(~sizes.isfinite())}; what was known before is "
+                f"the {what} became infinite or NaN in {self._named(~sizes.isfinite())}; what was "
+                f"known before is "
                 "kept: use a wider dtype, a precision nearer to 1 or other solver settings"
             )
 
     def _groups(self) -> list[range]:
-        """Samples that are solved for at once: a fifth of them, which keeps the solver's vectors below k in number."""
+        """Samples that are solved for at once: a fifth of them, which keeps the solver's vectors
+        below k in number.
+        """
         size = min(self.samples, max(self.linear.together, self.samples // 5, 1))
         return [range(s, min(s + size, self.samples)) for s in range(0, self.samples, size)]
 
@@ -223,7 +271,9 @@ class Samples:
         del pull
         target = system.prior_noise(group, self._like).add_(data)
         residual = self.layout.add_(image, z, system.precision).sub_(target)
-        error = (self.layout.dots(residual, residual) / system.precision).sum(1) / (function + decay).sum(1)
+        error = (self.layout.dots(residual, residual) / system.precision).sum(1) / (
+            function + decay
+        ).sum(1)
         weight = self.layout.counts.to(z.device) - decay
         relative = (system.norm(residual) / system.norm(target)).squeeze(1)
         return Solved(function, weight, pulled, relative, error.sqrt(), steps)
@@ -245,7 +295,7 @@ class Samples:
 
         return nesterov(gradient, system.steps, z, solver, rate, bound)
 
-    # ---------------------------------------------------------------------------------------------------------- results
+    # -------------------------------------------------------------------------------------- results
 
     @property
     def _samples(self) -> Tensor:
@@ -262,7 +312,9 @@ class Samples:
 
     @property
     def weight_samples(self) -> Tensor:
-        """Samples of the weights' deviation from the mean [k, P], in the order of the network's parameters."""
+        """Samples of the weights' deviation from the mean [k, P], in the order of the network's
+        parameters.
+        """
         return self._samples if self.linear.scale is None else self._samples * self.linear.scale
 
     @property
@@ -272,10 +324,12 @@ class Samples:
             raise MarglikError("there is no mode yet; call fit(loader) first")
         return self._mode.theta
 
-    # ------------------------------------------------------------------------------------------------------------ state
+    # ---------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What `refit` starts from: the samples, the mode, the scales and the seed of their noise."""
+        """What `refit` starts from: the samples, the mode, the scales and the seed of their
+        noise.
+        """
         mode = None if self._mode is None else self._mode.theta
         return {"samples": self._z, "mode": mode, "scale": self.linear.scale, "seed": self._seed}
 
@@ -284,7 +338,8 @@ class Samples:
         z, mode, device = state["samples"], state["mode"], self._like.device
         if z is not None and z.shape != (self.samples, self.layout.size):
             raise MarglikError(
-                f"expected {self.samples} samples of {self.layout.size} weights, got a state of {tuple(z.shape)}; "
+                f"expected {self.samples} samples of {self.layout.size} weights, got a state of "
+                f"{tuple(z.shape)}; "
                 "build the posterior for the same model, samples and exclude"
             )
         self._z = None if z is None else z.to(device)
@@ -304,15 +359,22 @@ class Samples:
         _ = self._results
         known = self._fingerprint
         if known is None:
-            raise MarglikError("the samples do not belong to the present weights and prior; call refit(loader)")
+            raise MarglikError(
+                "the samples do not belong to the present weights and prior; call refit(loader)"
+            )
         words = ("network's weights", "likelihood's parameters", "prior's precisions")
         present = self._present()
         counts = [sum(1 for _ in module.parameters()) for module in self._modules()]
         if len(known) != len(present):
-            raise MarglikError("the network has other parameters than when the samples were drawn; call refit(loader)")
+            raise MarglikError(
+                "the network has other parameters than when the samples were drawn; call "
+                "refit(loader)"
+            )
         for word, now, then in zip(words, present.split(counts), known.split(counts), strict=True):
             if not torch.equal(now, then):
-                raise MarglikError(f"the {word} have changed since the samples were drawn; call refit(loader)")
+                raise MarglikError(
+                    f"the {word} have changed since the samples were drawn; call refit(loader)"
+                )
 
     def _placed(self, x: Any) -> Any:
         return map_inputs(lambda t: t.to(self._like.device), x)

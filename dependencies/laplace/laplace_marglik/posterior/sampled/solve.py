@@ -1,4 +1,6 @@
-"""Solvers of H z = b for several right-hand sides, from products with H or from minibatch gradients."""
+"""Solvers of H z = b for several right-hand sides, from products with H or from minibatch
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NoiseIn = Literal["prior", "data"]
 Product = Callable[[Tensor], Tensor]
 POWER_ITERATIONS = 20
 PIECE = 2**16  # weights whose products are added up at once
-RATE = 0.5  # times 1 / lambda_max: Nesterov's method with momentum mu is stable below 2 (1 + mu) / (1 + 2 mu) > 1.3
+# times 1 / lambda_max: Nesterov's method with momentum mu is stable below 2 (1 + mu) / (1 + 2 mu) >
+# 1.3
+RATE = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,11 @@ class ConjugateGradients:
 class Sgd:
     """Minibatch gradients with Nesterov momentum and an average over the last steps.
 
-    rate: first step size, None for 0.5 / lambda_max by power iterations on a batch; it falls in proportion to the
-    steps taken, to `decay` times that. clip: gradients are not longer than this many times the noise, |u| or
-    |A^{1/2} n|, whichever is longer. averaging: share of the steps, at the end, that are averaged; 0 takes the last.
-    noise_in: "prior" (the objective L', of small variance) or "data" (L). There is no preconditioner here: in a small
-    test it made samples worse.
+    rate: first step size, None for 0.5 / lambda_max by power iterations on a batch; it falls in
+    proportion to the steps taken, to `decay` times that. clip: gradients are not longer than this
+    many times the noise, |u| or |A^{1/2} n|, whichever is longer. averaging: share of the steps, at
+    the end, that are averaged; 0 takes the last. noise_in: "prior" (the objective L', of small
+    variance) or "data" (L). There is no preconditioner here: in a small test it made samples worse.
     """
 
     passes: int = 20
@@ -55,7 +59,12 @@ class Sgd:
     noise_in: NoiseIn = "prior"
 
     def __post_init__(self) -> None:
-        _positive(passes=self.passes, decay=self.decay, clip=self.clip, rate=1.0 if self.rate is None else self.rate)
+        _positive(
+            passes=self.passes,
+            decay=self.decay,
+            clip=self.clip,
+            rate=1.0 if self.rate is None else self.rate,
+        )
         for name, share in (("momentum", self.momentum), ("averaging", self.averaging)):
             if not 0 <= share < 1:
                 raise MarglikError(f"{name} must be at least 0 and below 1, got {share}")
@@ -67,7 +76,9 @@ Solver = ConjugateGradients | Sgd
 
 
 class Solved(NamedTuple):
-    """What is known of samples besides themselves: effective dimensions [k, G], residuals and errors [k], steps."""
+    """What is known of samples besides themselves: effective dimensions [k, G], residuals and
+    errors [k], steps.
+    """
 
     function: Tensor
     weight: Tensor
@@ -81,7 +92,12 @@ class Solved(NamedTuple):
         """Those of several groups of samples, in their order."""
         function, weight, pull, residuals, errors, steps = zip(*parts, strict=True)
         return Solved(
-            torch.cat(function), torch.cat(weight), torch.cat(pull), torch.cat(residuals), torch.cat(errors), max(steps)
+            torch.cat(function),
+            torch.cat(weight),
+            torch.cat(pull),
+            torch.cat(residuals),
+            torch.cat(errors),
+            max(steps),
         )
 
 
@@ -104,7 +120,8 @@ def conjugate_gradients(
     precondition: Product | None = None,
     norm: Product | None = None,
 ) -> int:
-    """Move z [k, P] to H^-1 b, in place, from where it is; returns the number of iterations. Overwrites b.
+    """Move z [k, P] to H^-1 b, in place, from where it is; returns the number of iterations.
+    Overwrites b.
 
     norm: of residuals [k, P] -> [k, 1], for the tolerance.
     """
@@ -129,9 +146,13 @@ def conjugate_gradients(
 
 
 def nesterov(
-    gradient: Callable[[Tensor, Any], Tensor], batches: Callable[[], Iterable[Any]], z: Tensor, settings: Sgd,
-    rate: float, bound: Tensor,
-) -> int:  # fmt: skip
+    gradient: Callable[[Tensor, Any], Tensor],
+    batches: Callable[[], Iterable[Any]],
+    z: Tensor,
+    settings: Sgd,
+    rate: float,
+    bound: Tensor,
+) -> int:
     """Move z [k, P] by minibatch gradients(z, batch), in place; returns the number of steps.
 
     bound: longest gradient [k, 1].
@@ -153,12 +174,16 @@ def nesterov(
     if average is not None and step > first_averaged:
         z.copy_(average)
     if not z.isfinite().all():
-        raise MarglikError(f"sampling diverged with step size {rate:.3g}; give Sgd(rate=...) a smaller one")
+        raise MarglikError(
+            f"sampling diverged with step size {rate:.3g}; give Sgd(rate=...) a smaller one"
+        )
     return step
 
 
 def largest_eigenvalue(product: Product, like: Tensor, iterations: int = POWER_ITERATIONS) -> float:
-    """The largest eigenvalue, nearly, of a positive semi-definite matrix by power iterations from a fixed start."""
+    """The largest eigenvalue, nearly, of a positive semi-definite matrix by power iterations from a
+    fixed start.
+    """
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(1, like.shape[-1], generator=generator, dtype=like.dtype).to(like.device)
     value = 0.0
@@ -171,7 +196,9 @@ def largest_eigenvalue(product: Product, like: Tensor, iterations: int = POWER_I
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products [k, 1] in float64, in pieces: a product of all weights in float64 is three vectors more."""
+    """Inner products [k, 1] in float64, in pieces: a product of all weights in float64 is three
+    vectors more.
+    """
     total = torch.zeros(len(a), 1, dtype=torch.float64, device=a.device)
     for part, other in zip(a.split(PIECE, 1), b.split(PIECE, 1), strict=True):
         total += (part * other).sum(1, keepdim=True, dtype=torch.float64)

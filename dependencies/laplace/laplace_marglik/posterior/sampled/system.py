@@ -1,20 +1,22 @@
 """The linear systems whose solutions are posterior samples.
 
-M = J^T Lambda J summed over all data, A the prior precision (times a `factor`), H = M + A. With xi, n standard normal
+M = J^T Lambda J summed over all data, A the prior precision (times a `factor`), H = M + A. With xi,
+n standard normal
 
     H z = b,   b = A^{1/2} n + u,   u = J^T U xi,   Cov(b) = A + M = H,   so that z ~ N(0, H^-1),
 
 the minimum of either of two objectives (Antoran et al. 2023):
 
-    L(z)  = 1/2 sum_i |eps_i - J_i z|^2_Lambda + 1/2 |z - A^{-1/2} n|^2_A          (noise in the data)
-    L'(z) = 1/2 sum_i |J_i z|^2_Lambda + 1/2 |z - A^{-1/2} n - A^-1 u|^2_A         (noise in the prior)
+    L(z)  = 1/2 sum_i |eps_i - J_i z|^2_Lambda + 1/2 |z - A^{-1/2} n|^2_A   (noise in the data)
+    L'(z) = 1/2 sum_i |J_i z|^2_Lambda + 1/2 |z - A^{-1/2} n - A^-1 u|^2_A   (noise in the prior)
 
-with Lambda_i eps_i = U_i xi_i, so that no inverse of Lambda is needed. They differ by a constant; their
-minibatch gradients differ in variance.
+with Lambda_i eps_i = U_i xi_i, so that no inverse of Lambda is needed. They differ by a constant;
+their minibatch gradients differ in variance.
 
-Lambda is that of the network's outputs f, or the mean over deviations of them, 1/m sum_j Lambda(f + d_j): with
-d_j = J z_j of the samples themselves a fixed point is the Gaussian nearest to the linear model's posterior in
-KL(q || p), among those centred where it is, for which H = A + J^T E_q[Lambda] J (Opper and Archambeau 2009).
+Lambda is that of the network's outputs f, or the mean over deviations of them, 1/m sum_j Lambda(f +
+d_j): with d_j = J z_j of the samples themselves a fixed point is the Gaussian nearest to the linear
+model's posterior in KL(q || p), among those centred where it is, for which H = A + J^T E_q[Lambda]
+J (Opper and Archambeau 2009).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asdl_marglik import Ranks, check_finite, map_inputs
+from asdl_marglik import Ranks, check_finite, map_inputs, taken
 from asdl_marglik.watch.model import finite
 from laplace_marglik.checks import pairs, targets
 from laplace_marglik.errors import MarglikError
@@ -52,12 +54,16 @@ class Portion(NamedTuple):
 
 @dataclass
 class Seen:
-    """Whether all that a pass over the data has met is finite: noted batch by batch, asked once, at the end."""
+    """Whether all that a pass over the data has met is finite: noted batch by batch, asked once, at
+    the end.
+    """
 
     system: System
     inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)  # [n, 1] of each batch: NaN where an output is not finite
-    targets: list[Tensor] = field(default_factory=list)  # log p(y_i | f_i) [n]; all are 0 for other ranks' data
+    # [n, 1] of each batch: NaN where an output is not finite
+    outputs: list[Tensor] = field(default_factory=list)
+    # log p(y_i | f_i) [n]; all are 0 for other ranks' data
+    targets: list[Tensor] = field(default_factory=list)
 
     derivatives: list[Tensor] = field(default_factory=list)  # as the outputs
 
@@ -83,17 +89,26 @@ class Seen:
         return marks
 
     def check(self) -> None:
-        """Raise an error that names the datum, or the parameter, behind a value that is not finite."""
+        """Raise an error that names the datum, or the parameter, behind a value that is not
+        finite.
+        """
         if not self.inputs:
             return
         model = self.system.linear.model
-        check_finite(self.inputs, torch.cat(self.outputs), model, lambda: (b.x for b in self.system.whole_batches()))
+        check_finite(
+            self.inputs,
+            torch.cat(self.outputs),
+            model,
+            lambda: (b.x for b in self.system.whole_batches()),
+        )
         if self.derivatives:
             check_derivatives(torch.cat(self.derivatives))
         targets = torch.cat(self.targets)
         if not targets.isfinite().all():
             datum = int((~targets.isfinite()).nonzero()[0])
-            raise MarglikError(f"the log-likelihood of datum {datum} is not finite; check its target")
+            raise MarglikError(
+                f"the log-likelihood of datum {datum} is not finite; check its target"
+            )
 
 
 def check_derivatives(pushed: Tensor) -> None:
@@ -102,14 +117,16 @@ def check_derivatives(pushed: Tensor) -> None:
         return
     datum = int((~pushed.isfinite().all(1)).nonzero()[0])
     raise MarglikError(
-        f"the derivative of the network's output for datum {datum} is not finite although the output is; use "
+        f"the derivative of the network's output for datum {datum} is not finite although the "
+        f"output is; use "
         "operations that are differentiable there, or a wider dtype"
     )
 
 
 @dataclass
 class System:
-    """H and b of the data in a loader, at the network's present weights and the prior's present precision.
+    """H and b of the data in a loader, at the network's present weights and the prior's present
+    precision.
 
     ranks: each takes its part of every batch, and what is a sum over data is added up.
     """
@@ -123,12 +140,16 @@ class System:
     seed: int  # of all noise: the same seed gives the same n and xi whatever the precision
     factor: float = 1.0
     curvature_per_weight: float = 0.0  # tr(M) / P, where it is known
-    deviations: Mapping[int, Tensor] | None = None  # d [m, n, ...] by batch, over which the curvature is averaged
+    deviations: Mapping[int, Tensor] | None = (
+        None  # d [m, n, ...] by batch, over which the curvature is averaged
+    )
     ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         if iter(self.loader) is self.loader:
-            raise MarglikError("the loader can be read only once; pass a DataLoader or a list of (x, y) batches")
+            raise MarglikError(
+                "the loader can be read only once; pass a DataLoader or a list of (x, y) batches"
+            )
 
     @property
     def layout(self) -> Layout:
@@ -147,7 +168,8 @@ class System:
     def stiffness(self) -> Tensor:
         """delta_l + m of each group, m the mean curvature of a weight, over the least of them [G].
 
-        1 where all precisions are the same. H over it is as well conditioned as H without its stiffest groups.
+        1 where all precisions are the same. H over it is as well conditioned as H without its
+        stiffest groups.
         """
         stiffness = self.precision + self.curvature_per_weight
         return stiffness / stiffness[self.layout.counts.to(stiffness.device) > 0].min()
@@ -162,7 +184,9 @@ class System:
         return self.whitened_(vectors.clone())
 
     def norm(self, vectors: Tensor) -> Tensor:
-        """Lengths [k, 1] of residuals, their squares over the stiffness: so that a stiff group hides no other."""
+        """Lengths [k, 1] of residuals, their squares over the stiffness: so that a stiff group
+        hides no other.
+        """
         return (self.layout.dots(vectors, vectors) / self.stiffness).sum(1, keepdim=True).sqrt()
 
     def at(self, factor: float) -> System:
@@ -180,14 +204,16 @@ class System:
                 yield batch
             else:
                 own = self.ranks.spans(batch.total)[self.ranks.rank]
-                x = map_inputs(lambda t, own=own: t[own], batch.x)  # type: ignore[misc]
+                x = taken(batch.x, own)
                 yield batch._replace(x=x, y=batch.y[own], start=own.start)
 
     def whole_batches(self) -> Iterator[Portion]:
         """All batches, on every rank."""
         device = next(self.linear.model.parameters()).device
         for number, (x, y) in enumerate(pairs(self.loader)):
-            yield Portion(map_inputs(lambda t: t.to(device), x), targets(y).to(device), number, 0, len(y))
+            yield Portion(
+                map_inputs(lambda t: t.to(device), x), targets(y).to(device), number, 0, len(y)
+            )
 
     def over_ranks_(self, own: Tensor, step: str) -> Tensor:
         """A sum over own data, made one over all data."""
@@ -195,10 +221,15 @@ class System:
             self.ranks.sum_([own], step)
         return own
 
-    # ----------------------------------------------------------------------------------------------------- products
+    # ------------------------------------------------------------------------------------- products
 
     def add_curvature_(
-        self, out: Tensor, z: Tensor, batch: Portion, weight: float = 1.0, outputs: Tensor | None = None
+        self,
+        out: Tensor,
+        z: Tensor,
+        batch: Portion,
+        weight: float = 1.0,
+        outputs: Tensor | None = None,
     ) -> None:
         """out += weight M z of a batch; outputs: where the curvature is, if given."""
         f, pushed = self.linear.jvp(batch.x, z)
@@ -218,7 +249,9 @@ class System:
         return self.curvature_scale / len(points) * total
 
     def curvature(self, z: Tensor, outputs: list[Tensor] | None = None) -> Tensor:
-        """M z [k, P] over all data; `outputs`: of each batch, where the curvature is not at the network's own."""
+        """M z [k, P] over all data; `outputs`: of each batch, where the curvature is not at the
+        network's own.
+        """
         out = torch.zeros_like(z)
         for number, batch in enumerate(self.batches()):
             self.add_curvature_(out, z, batch, outputs=None if outputs is None else outputs[number])
@@ -229,7 +262,9 @@ class System:
         return self.layout.add_(self.curvature(z, outputs), z, self.precision)
 
     def steepest(self, like: Tensor) -> float:
-        """The largest eigenvalue of the whitened H of the first batch: what limits a minibatch step."""
+        """The largest eigenvalue of the whitened H of the first batch: what limits a minibatch
+        step.
+        """
         batch = next(self.steps())
 
         def product(v: Tensor) -> Tensor:
@@ -245,7 +280,7 @@ class System:
         """J z [k, n, ...] of own data, by the number of their batch: one pass."""
         return {batch.number: self.linear.jvp(batch.x, z)[1] for batch in self.batches()}
 
-    # -------------------------------------------------------------------------------------------------------- noise
+    # ---------------------------------------------------------------------------------------- noise
 
     def data_noise(self, like: Tensor) -> Tensor:
         """u [k, P]: one pass over the data."""
@@ -261,13 +296,16 @@ class System:
             count += batch.total
         seen.check()
         if count != self.n_data:
-            raise MarglikError(f"the loader holds {count} data points, but n_data={self.n_data}; it must give all")
+            raise MarglikError(
+                f"the loader holds {count} data points, but n_data={self.n_data}; it must give all"
+            )
         return self.over_ranks_(u, "noise of the data")
 
     def diagonal(self, like: Tensor) -> Tensor:
         """An unbiased estimate of the diagonal of M [P] from k noise vectors.
 
-        M_jj = sum over batches of E [J_b^T U xi]_j^2, since the noise of different data is independent.
+        M_jj = sum over batches of E [J_b^T U xi]_j^2, since the noise of different data is
+        independent.
         """
         found = torch.zeros(self.layout.size).to(like)
         own = found.new_empty(self.samples, self.layout.size)
@@ -279,31 +317,41 @@ class System:
         return found
 
     def _root_noise(self, batch: Portion, f: Tensor) -> Tensor:
-        """U xi [k, n, ...] of a batch with outputs f: noise of covariance Lambda, whoever has the datum."""
+        """U xi [k, n, ...] of a batch with outputs f: noise of covariance Lambda, whoever has the
+        datum.
+        """
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (batch.number + 1))
         points, noise = self._points(f, batch), torch.zeros(self.samples, *f.shape).to(f)
         for point in points:
-            xi = torch.randn(self.samples, batch.total, *f.shape[1:], generator=generator, dtype=f.dtype)
+            xi = torch.randn(
+                self.samples, batch.total, *f.shape[1:], generator=generator, dtype=f.dtype
+            )
             xi = xi[:, batch.start : batch.start + len(f)].to(f.device)
             noise += self.likelihood.root_product(point, batch.y, xi)
         return (self.curvature_scale / len(points)) ** 0.5 * noise
 
     def prior_noise(self, samples: Iterable[int], like: Tensor) -> Tensor:
-        """A^{1/2} n of the samples with these numbers, made anew from their seeds rather than kept."""
+        """A^{1/2} n of the samples with these numbers, made anew from their seeds rather than
+        kept.
+        """
         rows = []
         for j in samples:
             generator = torch.Generator().manual_seed(self.seed + j)
-            rows.append(torch.randn(self.layout.size, generator=generator, dtype=like.dtype).to(like.device))
+            rows.append(
+                torch.randn(self.layout.size, generator=generator, dtype=like.dtype).to(like.device)
+            )
         noise = torch.stack(rows)
         return self.layout.divided_(noise, self.precision.rsqrt())
 
-    # ---------------------------------------------------------------------------------------------------- gradients
+    # ------------------------------------------------------------------------------------ gradients
 
-    def gradient(self, z: Tensor, batch: Portion, samples: range, target: Tensor, noise_in: NoiseIn) -> Tensor:
+    def gradient(
+        self, z: Tensor, batch: Portion, samples: range, target: Tensor, noise_in: NoiseIn
+    ) -> Tensor:
         """An unbiased estimate [g, P] of H z - b from one batch, for some of the samples.
 
-        target: b, or A^{1/2} n where the noise is in the data; then the loader must give the same batches in every
-        pass.
+        target: b, or A^{1/2} n where the noise is in the data; then the loader must give the same
+        batches in every pass.
         """
         out, weight = torch.zeros_like(z), self.n_data / batch.total
         if len(batch.y) and noise_in == "prior":
