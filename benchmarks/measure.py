@@ -31,15 +31,11 @@ from ntkmarglik.problem.augment import AffineAugmentation
 from ntkmarglik.problem.models import build
 
 SHAPES = {"mininet": (1, 28, 28), "resnet": (3, 32, 32), "wrn": (3, 32, 32)}
-SLICE = (
-    250  # inputs of the unit's training step at most: more are timed as a slice and scaled linearly
-)
+# inputs of the unit's training step at most: more are timed as a slice and scaled linearly
+SLICE = 250
 BATCH = 50  # data points of a streamed batch
 # seconds until which a measurement is repeated in any case, and after which in no case
-SHORT, LONG = (
-    1.0,
-    5.0,
-)
+SHORT, LONG = (1.0, 5.0)
 
 
 @dataclass(frozen=True)

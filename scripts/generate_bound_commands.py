@@ -23,10 +23,7 @@ SMALL = (
 )
 SMALL_GROUPED = ("ntk-100-1", "ntk-20-C")
 # dense blocks of all data take too long
-SMALL_ALL_DATA = {
-    "bound-prior": ("kfac-N-C",),
-    "bound-lila": (),
-}
+SMALL_ALL_DATA = {"bound-prior": ("kfac-N-C",), "bound-lila": ()}
 
 
 def paper_runs(names: list[str]) -> Iterator[Config]:

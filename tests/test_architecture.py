@@ -107,3 +107,28 @@ def test_readme_examples_run(readme):
         pytest.skip("no examples in it")
     result = doctest.testfile(str(readme), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert result.attempted > 0 and result.failed == 0
+
+
+def imports_of(path, modules):
+    """Our modules that a file imports: at the top, for types only, or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & modules.keys() or {node.module}
+    return found & modules.keys()
+
+
+def test_no_modules_import_each_other():
+    """Imports for types and inside functions count: a cycle is a concept in the wrong file."""
+    modules = {}
+    for package, path in FILES:
+        parts = path.relative_to(PACKAGES[package].parent).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    remaining = {name: imports_of(path, modules) - {name} for name, path in modules.items()}
+    while free := [name for name, needs in remaining.items() if not needs & remaining.keys()]:
+        for name in free:
+            del remaining[name]
+    assert not remaining

@@ -129,10 +129,7 @@ def test_one_backward_pass_for_the_seeds_of_a_single_weight_together(monkeypatch
         counts.append(len([n for n in passes if n]))
     seeds, chunks = 3, 3
     # the last chunk is kept
-    assert counts == [
-        chunks * (seeds + 1),
-        chunks * seeds + (chunks - 1) * seeds,
-    ]
+    assert counts == [chunks * (seeds + 1), chunks * seeds + (chunks - 1) * seeds]
     assert_same(*found, 1e-9)
 
 

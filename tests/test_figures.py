@@ -74,12 +74,7 @@ def data(tmp_path):
         tmp_path / "methods.csv", records.RUN_COLUMNS, [row(label, 0, n) for n, label in numbered]
     )
     # measured, not made up
-    for name in (
-        "scaling.csv",
-        "bound_grid_prior.csv",
-        "sampled.csv",
-        "finetune.csv",
-    ):
+    for name in ("scaling.csv", "bound_grid_prior.csv", "sampled.csv", "finetune.csv"):
         shutil.copy(ILLUSTRATIONS / "data" / name, tmp_path)
     return tmp_path
 

@@ -351,11 +351,7 @@ class Attention(nn.Module):
         (Attention, randn(6, 1, 4), randn(6, 3, 4)),  # sequences of another length
         (Attention, randn(6, 5, 4), randn(6, 2, 4)),
         # data points that cannot be told apart
-        (
-            Attention,
-            torch.ones(6, 3, 4).double(),
-            randn(6, 3, 4),
-        ),
+        (Attention, torch.ones(6, 3, 4).double(), randn(6, 3, 4)),
         (Attention, torch.zeros(6, 1, 4).double(), randn(6, 1, 4)),
     ],
     ids=["another path", "longer", "shorter", "constant", "zero"],

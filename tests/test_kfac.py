@@ -11,7 +11,7 @@ from test_conformance import by_name, close, expected, setup
 from torch import nn
 from torch.nn import functional as F
 
-import asdl_marglik.structure
+import asdl_marglik.curvature.structure
 from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood
 
 SETTINGS = ["expand", "reduce"]

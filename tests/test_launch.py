@@ -90,10 +90,7 @@ def follow(sweep):
 def test_failures_are_tried_again_and_the_limit_is_kept(place):
     tasks = fakes(place, "good", "fails_first", "dies_first", "raises", "good")
     # after lines 2 and 4
-    tasks += [
-        Fake(6, "good", tasks[1].folder),
-        Fake(7, "good", tasks[3].folder),
-    ]
+    tasks += [Fake(6, "good", tasks[1].folder), Fake(7, "good", tasks[3].folder)]
     tasks[4].folder.mkdir()
     (tasks[4].folder / "summary.json").write_text("{}")
     sweep = sweep_of(tasks, place)

@@ -22,7 +22,7 @@ from laplace_marglik import Ranks
 from ntkmarglik.errors import NtkMarglikError
 
 if TYPE_CHECKING:
-    from ntkmarglik.learn.methods import Method, Problem
+    from ntkmarglik.learn.methods.base import Method, Problem
 
 T = TypeVar("T")
 

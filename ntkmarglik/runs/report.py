@@ -25,14 +25,7 @@ from ntkmarglik.runs.loggers import Metrics
 
 Runs = dict[str, tuple[list[Metrics], Metrics]]  # label -> (epochs, summary)
 # told apart with any colour vision
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#000000",
-)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 WIDTH = 100  # of the table where there is no terminal
 NAMED_TENSORS = 16  # so many have room for their names
 STYLE: dict[Any, Any] = {

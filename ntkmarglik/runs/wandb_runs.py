@@ -15,14 +15,7 @@ from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.runs.loggers import Metrics
 
 # not numbers, or settings: from the configuration
-TEXTS = (
-    "method",
-    "dataset",
-    "model",
-    "subset",
-    "outputs",
-    "seed",
-)
+TEXTS = ("method", "dataset", "model", "subset", "outputs", "seed")
 
 
 def download(project: str, target: Path) -> list[Path]:

@@ -3,8 +3,9 @@ diagonals.
 """
 
 from asdl_marglik.curvature.kernel.gram import mixed_gram
-from asdl_marglik.curvature.structure import STRUCTURES, Problem, Structure, guarantee_of, parts_of
-from asdl_marglik.curvature.term import Groups, Part, Settled
+from asdl_marglik.curvature.problem import Groups, Problem
+from asdl_marglik.curvature.structure import STRUCTURES, Structure, guarantee_of, parts_of
+from asdl_marglik.curvature.term import Part, Settled
 from asdl_marglik.errors import CurvatureError, PrecisionLost
 from asdl_marglik.linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
 from asdl_marglik.passes.forward import Chunk
@@ -31,7 +32,8 @@ from asdl_marglik.watch.model import (
     tensors_of,
     trainable,
 )
-from asdl_marglik.watch.planner import Plan, PlanChanged, make_plan
+from asdl_marglik.watch.plan import Plan, PlanChanged
+from asdl_marglik.watch.planner import make_plan
 
 __all__ = [
     "ALL",

@@ -18,12 +18,10 @@ from torch import Tensor
 
 from asdl_marglik.errors import CurvatureError, PrecisionLost
 
-ROUNDING = (
-    1e-3  # how far rounding may move a pivot of I + K below 1, or a log-determinant, relative to it
-)
-LEVEL = (
-    16  # rounding level of eigenvalues, in units of the largest one times the precision of a number
-)
+# how far rounding may move a pivot of I + K below 1, or a log-determinant, relative to it
+ROUNDING = 1e-3
+# rounding level of eigenvalues, in units of the largest one times the precision of a number
+LEVEL = 16
 COLUMNS = 2**22  # numbers of a piece of rows that is taken to float64 at a time
 MANY_ROWS = 128  # from here on half a product is faster than a whole one
 

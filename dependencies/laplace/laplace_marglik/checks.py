@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from laplace_marglik.errors import MarglikError
 
-LARGEST_LOG = (
-    80.0  # of a log precision, noise or temperature: beyond, exp overflows in single precision
-)
+# of a log precision, noise or temperature: beyond, exp overflows in single precision
+LARGEST_LOG = 80.0
 
 
 def positive_integer(name: str, value: Any) -> int:

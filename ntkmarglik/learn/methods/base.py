@@ -119,9 +119,8 @@ class Method(ABC):
     """A loss for the weights, rounds of hyperparameter steps, and a final score."""
 
     learns_by: LearnsBy = "evidence"  # where the steps of its hyperparameters come from
-    structure = (
-        "ntk"  # of the curvature by which its evidence is measured, or the name of another bound
-    )
+    # of the curvature by which its evidence is measured, or the name of another bound
+    structure = "ntk"
 
     def __init__(self, problem: Problem):
         self.problem = problem

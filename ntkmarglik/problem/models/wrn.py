@@ -5,9 +5,8 @@ from torch import Tensor, nn
 
 from ntkmarglik.problem.models.fixup import Bias, Scale, conv, init_branch_, init_conv_, zero_linear
 
-BLOCKS_PER_STAGE = (
-    2  # depth 16 = 3 stages of 2 blocks of 2 convolutions, 3 shortcuts and the first convolution
-)
+# depth 16 = 3 stages of 2 blocks of 2 convolutions, 3 shortcuts and the first convolution
+BLOCKS_PER_STAGE = 2
 
 
 class WideBlock(nn.Module):

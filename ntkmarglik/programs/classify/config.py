@@ -17,12 +17,7 @@ Method = Literal[
     "map", "augerino", "elbo", "de-elbo", "ntk", "full", "blockdiag", "kfac", "diag", "sampled"
 ]
 # methods that do not learn from blocks of the evidence
-WITHOUT_BLOCKS = (
-    "map",
-    "augerino",
-    "elbo",
-    "de-elbo",
-)
+WITHOUT_BLOCKS = ("map", "augerino", "elbo", "de-elbo")
 
 
 @dataclass(frozen=True)

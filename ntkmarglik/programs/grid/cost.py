@@ -14,10 +14,7 @@ from ntkmarglik.programs.grid.evaluate import Evaluator, Reference, values_of
 from ntkmarglik.programs.grid.kernel import STRUCTURES
 
 # data points of two timings, which tell what grows with the data from what does not
-FEW, MORE = (
-    16,
-    48,
-)
+FEW, MORE = (16, 48)
 VALUE = 6e-5  # seconds for a block at one value of a prior grid, once its spectrum is known
 BLOCK = 5e-4  # and for any block that is cut out of the kernel of all rows
 MIXING = 60  # copies of a kernel take as long as the product with the roots on both sides

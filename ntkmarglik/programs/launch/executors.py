@@ -25,9 +25,8 @@ from ntkmarglik.programs.launch.job import Job
 FOREVER = 60 * 24 * 365  # minutes; without a limit submitit ends a local job after two
 # times SLURM may put a job back that met its time limit: each one continues where the last stopped
 REQUEUES = 1000
-REFRESH = (
-    60.0  # seconds between questions to SLURM, whose answers submitit else keeps for ten minutes
-)
+# seconds between questions to SLURM, whose answers submitit else keeps for ten minutes
+REFRESH = 60.0
 PREEMPTED = 600.0  # seconds after which a pre-empted job that was not put back is taken for ended
 SAME_START = 2.0  # seconds by which clocks may move
 Status = Literal["queued", "running", "ended"]

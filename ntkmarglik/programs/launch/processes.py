@@ -12,12 +12,7 @@ from ntkmarglik.programs.launch.job import INTERRUPTED
 
 MODULE = "ntkmarglik.programs.classify"  # what Config.script runs, wherever that is
 # options that say where processes meet
-MEETING = (
-    "standalone",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "master_port",
-)
+MEETING = ("standalone", "rdzv_endpoint", "rdzv_id", "master_port")
 
 
 def checked(options: Sequence[str]) -> tuple[str, ...]:

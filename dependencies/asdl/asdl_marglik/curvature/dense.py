@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from asdl_marglik.curvature.term import Groups, Memory, Part, Settled, inverse_precision, mix
+from asdl_marglik.curvature.problem import Groups, Problem
+from asdl_marglik.curvature.term import Memory, Part, Settled, inverse_precision, mix
 from asdl_marglik.linalg import (
     eigenvalues,
     is_coarse,
@@ -17,10 +17,7 @@ from asdl_marglik.linalg import (
     resolved,
 )
 from asdl_marglik.passes.forward import Chunk, Request
-
-if TYPE_CHECKING:
-    from asdl_marglik.curvature.structure import Problem
-    from asdl_marglik.watch.planner import Plan
+from asdl_marglik.watch.plan import Plan
 
 
 class _SumOverRows(Part):

@@ -21,12 +21,12 @@ high.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from asdl_marglik.curvature.term import Group, Memory, Part, Settled, mix
+from asdl_marglik.curvature.problem import Group, Problem, Setting
+from asdl_marglik.curvature.term import Memory, Part, Settled, mix
 from asdl_marglik.errors import PrecisionLost
 from asdl_marglik.linalg import (
     ROUNDING,
@@ -40,12 +40,7 @@ from asdl_marglik.linalg import (
     second_moment,
 )
 from asdl_marglik.passes.forward import Chunk, Form, Request
-
-if TYPE_CHECKING:
-    from asdl_marglik.curvature.structure import Problem
-    from asdl_marglik.watch.planner import Plan
-
-Setting = Literal["expand", "reduce"]
+from asdl_marglik.watch.plan import Plan
 
 # weights with a precision each, up to which B (x) A is formed: a determinant of this side takes 10
 # ms
@@ -272,9 +267,8 @@ class Spectrum:
     """Eigenvalues [groups, m] of a factor in float64."""
 
     values: Tensor
-    hidden: Tensor | None = (
-        None  # sizes of those that may be rounding alone; None where a sum was made in float64
-    )
+    # sizes of those that may be rounding alone; None where a sum was made in float64
+    hidden: Tensor | None = None
 
 
 def _log_det(alpha: Spectrum, beta: Spectrum, ratio: Tensor) -> Tensor:

@@ -9,13 +9,11 @@ from typing import Literal
 from asdl_marglik.curvature.dense import Dense, Diagonal
 from asdl_marglik.curvature.kernel.gram import Gram
 from asdl_marglik.curvature.kernel.row_storage import Factors, HalfRows, Rows, SharedFactors, Store
-from asdl_marglik.curvature.kron import Kron, Setting
-from asdl_marglik.curvature.term import Groups, Part
+from asdl_marglik.curvature.kron import Kron
+from asdl_marglik.curvature.problem import Problem
+from asdl_marglik.curvature.term import Part
 from asdl_marglik.errors import CurvatureError
-from asdl_marglik.passes.shortcuts import ALL, FastPaths
-from asdl_marglik.ranks.ranks import Ranks
 from asdl_marglik.ranks.sharded_gram import ShardedGram
-from asdl_marglik.watch.planner import Plan
 
 # a weight without a Kronecker form gets its exact block up to this side, else its diagonal
 EXACT_BLOCK = 1024
@@ -24,45 +22,6 @@ FACTOR_MARGIN = 2  # elementwise products of factors run below the speed of matr
 FACTOR_PAIRS = 2**25  # entries of the products of factors at most
 # numbers in rows of a weight that are kept: then a second pass need not compute them again
 KEPT_ROWS = 2**19
-
-Granularity = Literal["module", "tensor"]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a recipe may look at: the plan, the prior's groups, and the number of data points and of
-    rows per datum.
-    """
-
-    plan: Plan
-    groups: Groups
-    n_data: int
-    rows_per_datum: int
-    copies: int = 1
-    setting: Setting = "expand"
-    granularity: Granularity = "module"
-    half_rows: bool = False  # keep rows in half precision
-    fast: FastPaths = ALL
-    ranks: Ranks | None = None  # that share the data points
-    double: bool = False  # make sums over data and kernels in float64, whatever the network is
-
-    @property
-    def held(self) -> int:
-        """Data points on this rank."""
-        return self.n_data if self.ranks is None else -(-self.n_data // self.ranks.size)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {name: weight.numel() for name, weight in self.plan.weights.items()}
-
-    @property
-    def n_rows(self) -> int:
-        return self.n_data * self.rows_per_datum
-
-    @property
-    def element(self) -> int:
-        """Bytes of a number."""
-        return max((weight.element_size() for weight in self.plan.weights.values()), default=8)
 
 
 def _exact(problem: Problem, names: tuple[str, ...]) -> Part:

@@ -12,21 +12,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.passes.forward import Chunk, Request
-
-if TYPE_CHECKING:
-    from asdl_marglik.curvature.structure import Problem
-    from asdl_marglik.watch.planner import Plan
+from asdl_marglik.watch.plan import Plan
 
 Settled = Callable[[Tensor, Tensor], Tensor]  # (scale, log_precision) -> log-determinant
-# entry of the log precision vector that a weight shares, or its own entries (one per element)
-Group = int | slice
-Groups = Mapping[str, Group]
 
 
 @dataclass(frozen=True)

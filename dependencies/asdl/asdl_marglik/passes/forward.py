@@ -11,7 +11,7 @@ the graph need not exist.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -32,11 +32,8 @@ from asdl_marglik.watch.model import (
     tensors_of,
     versions,
 )
+from asdl_marglik.watch.plan import Plan
 from asdl_marglik.watch.record import Recorder
-
-if TYPE_CHECKING:
-    from asdl_marglik.watch.planner import Plan
-
 
 # How the factors of a weight treat augmented copies and shared positions: keep all of them; average
 # (sum) over copies; average (sum) over copies and positions
@@ -413,13 +410,7 @@ class Chunk:
                 bars_i = {name: bar[i] for name, bar in self._persample_bars.items()}
                 names = {name: self.plan.weights[name] for name in bars_i}
                 gradients = persample.pull(
-                    self.plan.model,
-                    names,
-                    taken(self.x, i),
-                    i,
-                    self._seeds_of,
-                    bars_i,
-                    leaves,
+                    self.plan.model, names, taken(self.x, i), i, self._seeds_of, bars_i, leaves
                 )
                 total = [t + g for t, g in zip(total, gradients, strict=True)]
         return total

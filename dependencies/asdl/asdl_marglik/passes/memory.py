@@ -10,15 +10,13 @@ from pathlib import Path
 
 import torch
 
-from asdl_marglik.curvature.structure import Problem, parts_of
+from asdl_marglik.curvature.problem import Problem
+from asdl_marglik.curvature.structure import parts_of
 from asdl_marglik.curvature.term import Memory, Part
 
 CHUNK_BYTES = 3 * 2**26  # activations of one chunk
 # inputs; convolutions are inefficient below, caches overflow above
-SMALLEST_CHUNK, LARGEST_CHUNK = (
-    16,
-    512,
-)
+SMALLEST_CHUNK, LARGEST_CHUNK = (16, 512)
 
 
 @dataclass(frozen=True)

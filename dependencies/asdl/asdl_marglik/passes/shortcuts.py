@@ -16,25 +16,21 @@ class FastPaths:
 
     piecewise_linear: bool = True  # leave out the derivative of output cotangents where it is zero
     factored_rows: bool = True  # a kernel from the factors of rows, without the rows
-    shared_factors: bool = (
-        True  # the same for several seeds and positions, which share a datum's inputs
-    )
-    mirrored_kernels: bool = (
-        True  # half of a symmetric kernel of many rows is the mirror image of the other
-    )
+    # the same for several seeds and positions, which share a datum's inputs
+    shared_factors: bool = True
+    # half of a symmetric kernel of many rows is the mirror image of the other
+    mirrored_kernels: bool = True
     factored_sides: bool = True  # a Kronecker factor's eigenvalues from the Gram matrix of its rows
     input_moments: bool = True  # a Kronecker factor without patches side by side
     kept_rows: bool = True  # rows of few numbers stay for the second pass
     deferred_rows: bool = True  # rows of one weight at a time, where no second pass follows
     kept_chunks: bool = True  # the last chunks of the first pass are the first of the second
     fewer_seeds: bool = True  # no seed along a direction of the outputs that the likelihood ignores
-    packed_kernels: bool = (
-        True  # of a cached block: lower triangles side by side, vectors where the rank is one
-    )
+    # of a cached block: lower triangles side by side, vectors where the rank is one
+    packed_kernels: bool = True
     kept_log_prob: bool = True  # of a cached block: log-likelihoods that no parameter can change
-    weighted_seeds: bool = (
-        True  # for few single weights with kept rows: one backward pass for the seeds together
-    )
+    # for few single weights with kept rows: one backward pass for the seeds together
+    weighted_seeds: bool = True
 
 
 ALL = FastPaths()

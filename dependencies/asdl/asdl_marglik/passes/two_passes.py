@@ -44,7 +44,7 @@ from asdl_marglik.watch.model import (
     taken,
     tensors_of,
 )
-from asdl_marglik.watch.planner import Plan
+from asdl_marglik.watch.plan import Plan
 
 Batch = tuple[Inputs, Tensor, Tensor]  # inputs, targets, columns [n, K]
 # relative difference of two computations of the same; other random numbers differ by far more
@@ -68,9 +68,8 @@ class Passes:
     differentiate_augmentation: bool = True
     fast: FastPaths = ALL
     reuse: bool = False  # keep the first pass: later evaluations only look at prior and likelihood
-    instead: Callable[..., tuple[list[Tensor], list[Tensor]]] | None = (
-        None  # of the second pass, with its arguments
-    )
+    # of the second pass, with its arguments
+    instead: Callable[..., tuple[list[Tensor], list[Tensor]]] | None = None
     targets: list[Tensor] = field(default_factory=list)
     columns: list[Tensor] = field(default_factory=list)
     _fingerprints: list[Tensor] = field(default_factory=list)  # of the inputs of each batch

@@ -14,20 +14,17 @@ makes its strip K_r = [V_r V_1^T, ...].
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from asdl_marglik.curvature.kernel.gram import Gram
 from asdl_marglik.curvature.kernel.row_storage import Factors, Rows, Store, in_double
-from asdl_marglik.curvature.term import Groups, Memory
+from asdl_marglik.curvature.problem import Groups, Problem
+from asdl_marglik.curvature.term import Memory
 from asdl_marglik.linalg import gram_in_double, gram_of, product_in_double
 from asdl_marglik.passes.forward import Chunk
 from asdl_marglik.ranks.ranks import Ranks
-
-if TYPE_CHECKING:
-    from asdl_marglik.curvature.structure import Problem
 
 STEP = "rows of the kernel"
 

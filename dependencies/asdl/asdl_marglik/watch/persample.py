@@ -46,11 +46,7 @@ def rows(
         per_seed = [per_datum(detached, x, seeds[:, k]) for k in range(seeds.shape[1])]
         return {name: torch.stack([rows[name] for rows in per_seed], 1) for name in detached}
     # control flow, in-place buffers, operations without a batching rule
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-    ):
+    except (RuntimeError, ValueError, TypeError):
         return _rows_by_loop(model, weights, x, seeds)
 
 

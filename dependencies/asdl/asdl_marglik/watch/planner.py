@@ -8,7 +8,7 @@ per-sample way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.passes.forward import Chunk
 from asdl_marglik.passes.root_rows import Selection
-from asdl_marglik.watch.batch_axis import Layout, find_layout
+from asdl_marglik.watch.batch_axis import find_layout
 from asdl_marglik.watch.model import (
     Inputs,
     check_hooks,
@@ -31,64 +31,13 @@ from asdl_marglik.watch.model import (
     versions,
 )
 from asdl_marglik.watch.persample import averaged_output, gradients, leaves_of
-from asdl_marglik.watch.record import Recorder, Use
+from asdl_marglik.watch.plan import Plan, signature_of
+from asdl_marglik.watch.record import Recorder
 
 # float32 rounding in a deep network is far below these, another formula far above
 SAME = 1e-3  # relative difference of outputs that count as equal
 SAME_ROWS = 2e-3  # and of rows
 NEGLIGIBLE = 1e-6  # of the largest row, for a weight whose rows are all nearly zero
-
-
-@dataclass
-class Plan:
-    """Where the rows of each weight come from, for one model and one kind of input."""
-
-    model: nn.Module
-    weights: dict[str, nn.Parameter]
-    output_shape: torch.Size  # of one datum
-    signature: list[tuple[str, tuple[tuple[str, str], ...]]]
-    layouts: list[Layout | None]
-    uses_of: dict[str, list[tuple[int, str]]]  # weight -> (index of the use, role in it)
-    kronecker: set[str]  # weights whose uses all have Kronecker factors
-    factor_sides: dict[str, tuple[int, int]]  # (O, D) of those with a single group
-    positions: dict[str, int]  # their shared positions T per input, over all uses
-    has_input: list[bool]  # whether the rows of a use depend on its input
-    rules: dict[str, str]  # weight -> how its rows are computed, for people
-    persample: set[str] = field(default_factory=set)
-    piecewise_linear: bool = (
-        False  # in the inputs, on the two data points; every pass looks at its own graph
-    )
-    writes_inputs: bool = False  # the model changes its inputs in place
-    # all cotangents were zero (a zero-initialised last layer): the checks say nothing yet
-    provisional: bool = False
-    bytes_per_input: int = 0  # activations that the graph of the outputs holds
-    # inputs and outputs of all operations with weights, per input
-    bytes_of_uses: tuple[int, int] = (
-        0,
-        0,
-    )
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def matched(self, recorder: Recorder, batch: int) -> list[tuple[Use, Layout | None]]:
-        """The uses of a pass with their layouts; refuses a pass that used the weights in another
-        way than planned.
-        """
-        if self.persample == set(self.weights):
-            return []  # each datum goes its own way
-        if _signature(recorder) != self.signature or not recorder.opaque <= self.persample:
-            raise PlanChanged
-        uses = list(zip(recorder.uses, self.layouts, strict=True))
-        for use, layout in uses:  # no more positions than the layouts were found for
-            if layout is not None and layout.single and use.shape[layout.axis] != batch:
-                raise PlanChanged
-        return uses
-
-
-class PlanChanged(Exception):
-    """The model took another path than when it was planned: plan again on the new data."""
 
 
 def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> Plan:
@@ -182,10 +131,6 @@ def _alone(
     return recorder, checked_outputs(outputs, 1).detach()
 
 
-def _signature(recorder: Recorder) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
-    return [(use.rule.name, tuple(use.names.items())) for use in recorder.uses]
-
-
 def _candidate(
     model: nn.Module,
     weights: dict[str, nn.Parameter],
@@ -193,9 +138,9 @@ def _candidate(
     joint: Recorder,
     alone: list[Recorder],
 ) -> Plan:
-    signature, layouts = _signature(joint), []
+    signature, layouts = signature_of(joint), []
     persample = set(joint.opaque) | (set(weights) - joint.seen)
-    comparable = all(_signature(single) == signature for single in alone)
+    comparable = all(signature_of(single) == signature for single in alone)
     uses_of: dict[str, list[tuple[int, str]]] = {name: [] for name in weights}
     without_factors: set[str] = set()
     for index, use in enumerate(joint.uses):

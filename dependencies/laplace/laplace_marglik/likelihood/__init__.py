@@ -2,7 +2,7 @@
 that follows.
 """
 
-from laplace_marglik.likelihood.base import FromLogProb, Likelihood, likelihood_for
+from laplace_marglik.likelihood.base import FromLogProb, Likelihood
 from laplace_marglik.likelihood.categorical import Categorical
 from laplace_marglik.likelihood.diagonal import (
     Bernoulli,
@@ -11,6 +11,7 @@ from laplace_marglik.likelihood.diagonal import (
     HeteroscedasticGaussian,
     Poisson,
 )
+from laplace_marglik.likelihood.named import likelihood_for
 
 __all__ = [
     "Bernoulli",

@@ -26,9 +26,8 @@ class Likelihood(nn.Module):
     """
 
     diagonal = False  # whether Lambda is diagonal: then single outputs are true root rows
-    constant_log_prob = (
-        False  # whether `log_prob` is a function of f and y alone, which no parameter can change
-    )
+    # whether `log_prob` is a function of f and y alone, which no parameter can change
+    constant_log_prob = False
     discrete = False  # whether targets are discrete: then log p <= 0
     # parameters that enter only through `curvature_scale`
     scale_parameters: tuple[str, ...] = ("log_temperature",)
@@ -155,23 +154,3 @@ class FromLogProb(Likelihood):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return self._function(f, y)
-
-
-def likelihood_for(spec: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
-    """A likelihood from its name ("classification", "regression"), from a `log_prob` function, or
-    as it is.
-    """
-    from laplace_marglik.likelihood import Categorical, Gaussian
-
-    if isinstance(spec, Likelihood):
-        return spec
-    if spec == "classification":
-        return Categorical()
-    if spec == "regression":
-        return Gaussian()
-    if callable(spec):
-        return FromLogProb(spec)
-    raise MarglikError(
-        f"likelihood must be 'classification', 'regression', a Likelihood or a function "
-        f"log_prob(f, y), got {spec!r}"
-    )

@@ -7,14 +7,14 @@ log|I + V P0^-1 V^T|,   V P0^-1 V^T = sum_g exp(-log_precision_g) V_g V_g^T
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from asdl_marglik.curvature.kernel.prior_steps import Combination
 from asdl_marglik.curvature.kernel.row_storage import Rows, Store
-from asdl_marglik.curvature.term import Groups, Memory, Part, Settled
+from asdl_marglik.curvature.problem import Groups, Problem
+from asdl_marglik.curvature.term import Memory, Part, Settled
 from asdl_marglik.linalg import (
     eigenvalues,
     is_coarse,
@@ -25,9 +25,6 @@ from asdl_marglik.linalg import (
     weighted_sum,
 )
 from asdl_marglik.passes.forward import Chunk, Request
-
-if TYPE_CHECKING:
-    from asdl_marglik.curvature.structure import Problem
 
 
 class Gram(Part):

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from asdl_marglik.curvature.problem import Problem
 from asdl_marglik.linalg import gram_in_double, gram_of, product_in_double
 from asdl_marglik.passes.forward import Chunk, Form
 from asdl_marglik.passes.scratch import Scratch
-
-if TYPE_CHECKING:
-    from asdl_marglik.curvature.structure import Problem
 
 BLOCK = 2**20  # entries of an intermediate of shared factors: it stays in the cache
 

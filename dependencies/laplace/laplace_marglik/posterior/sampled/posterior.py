@@ -91,10 +91,7 @@ class SampledLaplace(Samples):
         weight, pull = solved.weight.mean(0), solved.pull.mean(0)
         gamma = estimate
         # noise carries an estimate out of (0, P_l) where another is good
-        for other in (
-            weight,
-            pull,
-        ):
+        for other in (weight, pull):
             gamma = torch.where((gamma > 0) & (gamma < counts), gamma, other)
         gamma = torch.where((gamma > 0) & (gamma < counts), gamma, estimate)
         small = pull < SMALL

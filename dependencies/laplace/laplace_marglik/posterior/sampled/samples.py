@@ -35,9 +35,8 @@ from laplace_marglik.prior import GaussianPrior
 
 # of a feature, for its scale: a weight that the data do not see is not scaled up without end
 LEAST_CURVATURE = 1e-6
-AVERAGED_FITS = (
-    3  # of a first fit with averaged curvature: each averages over the samples of the one before
-)
+# of a first fit with averaged curvature: each averages over the samples of the one before
+AVERAGED_FITS = 3
 NAMED = 5  # groups in a message, at most
 Self = TypeVar("Self", bound="Samples")
 
@@ -93,9 +92,8 @@ class Samples:
         self._curvature_per_weight = 0.0
         self._rows: Tensor | None = None
         self._solved: Solved | None = None
-        self._fingerprint: Tensor | None = (
-            None  # of all that the samples depend on, when they were solved for
-        )
+        # of all that the samples depend on, when they were solved for
+        self._fingerprint: Tensor | None = None
         self._seed = 0
 
     # ------------------------------------------------------------------------------------ inference

@@ -140,9 +140,8 @@ class System:
     seed: int  # of all noise: the same seed gives the same n and xi whatever the precision
     factor: float = 1.0
     curvature_per_weight: float = 0.0  # tr(M) / P, where it is known
-    deviations: Mapping[int, Tensor] | None = (
-        None  # d [m, n, ...] by batch, over which the curvature is averaged
-    )
+    # d [m, n, ...] by batch, over which the curvature is averaged
+    deviations: Mapping[int, Tensor] | None = None
     ranks: Ranks | None = None
 
     def __post_init__(self) -> None:

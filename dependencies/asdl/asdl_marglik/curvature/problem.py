@@ -1,0 +1,54 @@
+"""What a structure may look at when it chooses its terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from asdl_marglik.passes.shortcuts import ALL, FastPaths
+from asdl_marglik.ranks.ranks import Ranks
+from asdl_marglik.watch.plan import Plan
+
+Setting = Literal["expand", "reduce"]  # of weight sharing in KFAC
+Granularity = Literal["module", "tensor"]  # of the blocks of a block-diagonal structure
+# entry of the log precision vector that a weight shares, or its own entries (one per element)
+Group = int | slice
+Groups = Mapping[str, Group]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a recipe may look at: the plan, the prior's groups, and the number of data points and of
+    rows per datum.
+    """
+
+    plan: Plan
+    groups: Groups
+    n_data: int
+    rows_per_datum: int
+    copies: int = 1
+    setting: Setting = "expand"
+    granularity: Granularity = "module"
+    half_rows: bool = False  # keep rows in half precision
+    fast: FastPaths = ALL
+    ranks: Ranks | None = None  # that share the data points
+    double: bool = False  # make sums over data and kernels in float64, whatever the network is
+
+    @property
+    def held(self) -> int:
+        """Data points on this rank."""
+        return self.n_data if self.ranks is None else -(-self.n_data // self.ranks.size)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: weight.numel() for name, weight in self.plan.weights.items()}
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_data * self.rows_per_datum
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number."""
+        return max((weight.element_size() for weight in self.plan.weights.values()), default=8)
