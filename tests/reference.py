@@ -12,11 +12,12 @@ P weights, A augmentation samples, T shared positions of a layer.
 
 import math
 from collections import Counter, defaultdict, namedtuple
-from functools import reduce
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from asdl_marglik import naive
 
 # kind: categorical | gaussian | bernoulli | poisson | heteroscedastic; log p is divided by tau
 Likelihood = namedtuple("Likelihood", "kind sigma tau", defaults=(1.0, 1.0))
@@ -179,7 +180,7 @@ def seeds(likelihood, f, columns=None, kind="paper"):
 
 def rows(J, W):
     """Root rows V = W^T J of a block: J [n, C, P], W [n, C, K] -> [n*K, P]."""
-    return torch.einsum("nck,ncp->nkp", W, J).reshape(-1, J.shape[-1])
+    return naive.root_rows(J, W)
 
 
 def tensor_blocks(model, names):
@@ -196,22 +197,16 @@ def module_blocks(model, names):
     return [torch.cat(group) for group in groups.values()]
 
 
-def primal(H, delta):
-    """log|diag(delta) + H| - sum log delta."""
-    return torch.logdet(torch.diag(delta) + H) - delta.log().sum()
-
-
 def log_det_ratio(structure, V, delta, blocks=None):
     """log|I + P0^-1 H| of the rows V [rows, P] for ntk | full | blockdiag | diag, delta [P]."""
     if structure in ("ntk", "full"):
-        dual = torch.logdet(torch.eye(len(V)).to(V) + V @ torch.diag(1 / delta) @ V.mT)
-        value = primal(V.mT @ V, delta)
-        torch.testing.assert_close(dual, value, rtol=1e-8, atol=1e-7)
-        return dual if structure == "ntk" else value
+        dual, primal = naive.log_det_kernel(V, delta), naive.log_det_full(V, delta)
+        torch.testing.assert_close(dual, primal, rtol=1e-8, atol=1e-7)
+        return dual if structure == "ntk" else primal
     if structure == "blockdiag":
-        return sum(primal(V[:, b].mT @ V[:, b], delta[b]) for b in blocks)
+        return naive.log_det_blocks(V, delta, blocks)
     if structure == "diag":
-        return torch.log1p(V.square().sum(0) / delta).sum()
+        return naive.log_det_diagonal(V, delta)
     raise ValueError(f"unknown structure {structure!r}")
 
 
@@ -303,8 +298,10 @@ def kfac(model, x, W, names, sharing="expand", augmented=False, dense=()):
 
 def kfac_log_det(factors, delta):
     """sum over tensors of log|I + P0^-1 (B kron A)|, by the dense Kronecker product; delta [P]."""
-    H = [reduce(torch.kron, parts) for parts in factors.values()]
-    return sum(primal(h, d) for h, d in zip(H, delta.split([len(h) for h in H]), strict=True))
+    one = torch.ones(1, 1).to(delta)  # A of a bias, or of a tensor with its exact block
+    sizes = [torch.Size(map(len, parts)).numel() for parts in factors.values()]
+    terms = zip(factors.values(), delta.split(sizes), strict=True)
+    return sum(naive.log_det_kronecker((*parts, one)[1], parts[0], d) for parts, d in terms)
 
 
 def evidence(
