@@ -1,6 +1,4 @@
-"""Shared settings: float64 references, one thread (tests run in parallel processes), warnings as
-errors elsewhere.
-"""
+"""Shared settings: one thread for each test process, and fixtures."""
 
 import os
 from pathlib import Path
@@ -23,6 +21,6 @@ def generator():
 def place(tmp_path, monkeypatch):
     """An empty working directory; what is started there can import what tests import."""
     monkeypatch.chdir(tmp_path)
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    paths = [str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     return tmp_path

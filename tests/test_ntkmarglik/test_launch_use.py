@@ -1,0 +1,223 @@
+"""The launcher as its users meet it: command files, mistakes told first, what is on the screen,
+options.
+"""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from generators import printed, script
+from grids import TINY as TINY_GRID
+from launches import fakes, sweep_of, written
+from rich.console import Console
+from tiny_runs import TINY
+
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.grid.run import main as grid_main
+from ntkmarglik.programs.launch.board import Board, table
+from ntkmarglik.programs.launch.lines import GridLine, RunLine, latest, read_lines
+
+GRID = [
+    *TINY_GRID,
+    "--points",
+    "2",
+    "--no-exact",
+    "--outputs",
+    "all",
+    "--out",
+    "grid",
+    "--structures",
+    "diag",
+]
+LINE = f"python classification_image.py {' '.join(TINY)} --no-baseline"
+
+
+# -------------------------------------------------------------------------------------------- lines
+
+
+def test_all_bad_lines_are_told_before_anything_is_submitted(place, monkeypatch, capsys):
+    (place / "other").mkdir()
+    (place / "other/config.yaml").write_text("epochs: 7\n")
+    bad = {
+        2: ("--epochs two", "--epochs.*'two'"),
+        3: ("--metod map", "--metod"),
+        4: ("--method magic", "'magic'"),
+        6: ("--burnin 50 --out e", "no epoch for hyperparameter steps"),
+        7: ("--dry-run --out f", "--dry-run makes no run"),
+        8: ("--out a --seed 3", "folder a is that of line 5"),
+        9: ("--out other", "started with epochs = 7"),
+        10: ("--config absent.yaml", "absent.yaml"),
+        11: ("--help", "--help makes no run"),
+        12: ("--out 'b", "quotation"),
+    }
+    lines = [f"{LINE} {bad[n][0]}" if n in bad else f"{LINE} --out a" for n in range(2, 13)]
+    path = written(
+        place, "\n".join(["# heading", *lines, "bash x.sh", "python other.py --out x", ""])
+    )
+    before = sorted(place.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["launch.py", str(path)])
+    assert script("launch").main() == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "12 of the lines cannot be run" in said[0] and len(said) == 13
+    for number, (_, words) in [
+        *bad.items(),
+        (13, ("", "bash x.sh")),
+        (14, ("", r"classification_image\.py .*or")),
+    ]:
+        (line,) = (line for line in said if line.startswith(f"{path}:{number}:"))
+        assert re.search(words, line), line
+    assert sorted(place.rglob("*")) == before
+
+
+def test_files_without_commands_are_told(place):
+    with pytest.raises(NtkMarglikError, match="no commands"):
+        read_lines(written(place, "# nothing\n\n"))
+    with pytest.raises(NtkMarglikError, match="cannot be read"):
+        read_lines(place / "absent.sh")
+
+
+def test_generated_files_are_taken_and_parts_of_a_grid_wait_for_each_other(
+    place, capsys, monkeypatch
+):
+    path = written(
+        place, "\n".join(printed("bound", capsys, monkeypatch, "--scale", "small", "--seeds", "0"))
+    )
+    lines = read_lines(path)
+    assert [line.number for line in lines] == [
+        n for n, t in enumerate(path.read_text().splitlines(), 1) if t[0] != "#"
+    ]
+    entries = sweep_of(lines, place).entries
+    grids = [entry for entry in entries if isinstance(entry.task, GridLine)]
+    last: dict[Path, object] = {}
+    for entry in grids:
+        assert entry.before is last.get(entry.task.folder)
+        last[entry.task.folder] = entry
+    assert len(last) == 2 and len(grids) > 4
+    assert all(entry.before is None for entry in entries if isinstance(entry.task, RunLine))
+    assert len({line.command for line in lines}) == len(lines)
+    assert not (place / "runs").exists()
+
+
+def test_lines_without_resume_or_folder_get_both(place):
+    (line,) = read_lines(written(place, f"{LINE} --seed 4  # a comment"))
+    assert line.folder == Path("runs/digits-mlp-ntk-16-5-seed4")
+    assert {"--resume", "--out"} <= set(line.job().arguments) and line.job().place == place
+
+
+def test_a_run_is_finished_with_its_baseline(place):
+    for baseline in (True, False):
+        config = Config().updated(out=place / "run", baseline=baseline)
+        (place / "run").mkdir(exist_ok=True)
+        (place / "run/summary.json").write_text("{}")
+        assert RunLine(1, config).finished() is not baseline
+        assert RunLine(1, config.updated(method="map")).finished()
+    (place / "run/baseline").mkdir()
+    (place / "run/baseline/summary.json").write_text("{}")
+    assert RunLine(1, Config().updated(out=place / "run")).finished()
+
+
+def test_a_grid_is_finished_by_its_csv(place):
+    def line(*flags):
+        (found,) = read_lines(
+            written(place, f"python scripts/bound_grid.py {' '.join([*GRID, *flags])}")
+        )
+        return found
+
+    assert not line().finished()
+    assert grid_main(GRID) == 0
+    assert line().finished() and re.fullmatch(r"\d+ rows", line().progress())
+    assert not line("kfac").finished()
+    with pytest.raises(NtkMarglikError, match=r":1: .*other results"):
+        line("--lr", "0.5")
+
+
+def test_the_latest_numbers_are_shown(place):
+    assert latest(place, 9) == "starting"
+    first = {"epoch": 1, "loss": 2.0, "log_marglik": -3.0, "test_accuracy": 0.5}
+    (place / "metrics.jsonl").write_text(
+        f'{json.dumps(first)}\n{{"epoch": 2, "loss": 1.25}}\n{{"epo'
+    )
+    assert latest(place, 9) == "epoch 2/9, loss 1.2500, evidence -3.0000, test acc. 50.0 %"
+
+
+# ---------------------------------------------------------------------------------------- on screen
+
+
+def test_the_table_shows_what_runs_and_what_failed(place):
+    sweep = sweep_of(fakes(Path(), *["waits"] * 5), place)
+    for entry, status in zip(
+        sweep.entries, ("done", "running", "failed", "queued", "queued"), strict=True
+    ):
+        entry.status = status
+    sweep.entries[1].failures, sweep.entries[2].note = 1, "it was [killed]"
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table(sweep))
+    text = console.file.getvalue()
+    assert "2 queued, 1 running, 1 done, 1 failed" in text
+    assert re.search(r"2 .*run2 .*running, try 2 .*epoch 2/9, loss 0.5", text)
+    assert re.search(r"3 .*run3 .*failed .*it was \[killed\]", text)
+    assert "run1" not in text and "run5" not in text
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), width=120, force_terminal=terminal)
+        with Board(sweep, console) as board:
+            board.show(["line 1, [x]: done"])
+        assert "line 1, [x]: done" in console.file.getvalue()
+        assert ("running, try 2" in console.file.getvalue()) is terminal
+
+
+def test_runs_end_in_their_tables(place):
+    launch = script("launch")
+    lines = []
+    for number, (name, dataset) in enumerate([("small/cifar", "cifar10"), ("mine", "digits")]):
+        config = Config().updated(dataset=dataset, out=Path("runs") / name / "a", baseline=False)
+        config.run.out.mkdir(parents=True)
+        flat = config.flat()
+        (config.run.out / "config.yaml").write_text(json.dumps({**flat, "out": None}))
+        numbers = (
+            "test_accuracy",
+            "test_log_likelihood",
+            "test_ece",
+            "train_log_likelihood",
+            "log_marglik",
+        )
+        costs = dict.fromkeys((*numbers, "seconds_weights", "seconds_hyper"), 0.5)
+        summary = {
+            "dataset": dataset,
+            "model": "cnn",
+            "n_data": 9,
+            "seed": 0,
+            "log_marglik_status": "bound",
+            **costs,
+        }
+        (config.run.out / "summary.json").write_text(json.dumps(summary))
+        lines.append(RunLine(number, config))
+    paper, other = launch.tables(lines)
+    assert paper.startswith("**Table 1.**") and "50.0" in paper and "digits" not in paper
+    assert "digits-9, cnn" in other and "cifar10" not in other
+
+
+def test_options_are_read(place, monkeypatch, capsys):
+    launch = script("launch")
+    assert [launch.minutes(t) for t in ("90", "12:00:00", "1-00:30", "0:00:01")] == [
+        90,
+        720,
+        1470,
+        1,
+    ]
+    assert launch.setting("account=a=b") == ("slurm_account", "a=b")
+    path = str(written(place, f"{LINE} --out a"))
+    monkeypatch.setattr(launch, "_gpus", lambda: (0, 1))
+    for flags, words in (
+        (["--array"], "--array is for --executor slurm"),
+        (["--gpus", "3"], "this machine has 2"),
+        (["--gpus", "2", "--max-parallel", "2"], "2 GPUs are for 1"),
+        (["--executor", "slurm"], "no srun"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["launch.py", path, *flags])
+        assert launch.main() == 2 and words in capsys.readouterr().err
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
+    assert launch.main() == 2 and "pip install 'ntk-marglik[launch]'" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""The smallest instance of every benchmark runs and says what it should; seconds are not
+asserted.
+"""
+
+import csv
+import math
+from pathlib import Path
+
+import estimators
+import measure
+import pytest
+import sampled
+from measure import Case
+from programs import ROOT, run
+
+
+@pytest.fixture(autouse=True)
+def few_repetitions(monkeypatch):
+    monkeypatch.setattr(measure, "SHORT", 0.0)
+
+
+def read(path):
+    return list(csv.DictReader(path.open()))
+
+
+def test_scaling_measures_every_axis_and_draws_it(tmp_path):
+    run(
+        "benchmarks/scaling.py",
+        "--small",
+        "--no-memory",
+        "--csv",
+        tmp_path / "s.csv",
+        "--plot",
+        tmp_path / "s.png",
+    )
+    rows = read(tmp_path / "s.csv")
+    assert [*dict.fromkeys(r["axis"] for r in rows)] == ["S", "A", "N", "C"]
+    assert all(float(r["units"]) > 0 and float(r["cpu_seconds"]) > 0 for r in rows)
+    assert (tmp_path / "s.png").stat().st_size > 5000
+
+
+def test_the_committed_scaling_names_the_command_of_every_row():
+    from scaling import sweeps
+
+    known = {(axis, str(case)) for axis, _, case in sweeps(small=False)}
+    rows = read(ROOT / "illustrations/data/scaling.csv")
+    assert {(r["axis"], r["case"]) for r in rows} == known
+    assert all(
+        r["command"] == f'python benchmarks/scaling.py --axes {r["axis"]} --only "{r["case"]}"'
+        for r in rows
+    )
+
+
+def test_peers_compute_the_same_numbers_or_say_why_not(tmp_path):
+    run("benchmarks/peers.py", "--small", "--no-memory", "--csv", tmp_path / "peers.csv")
+    rows = read(tmp_path / "peers.csv")
+    assert {"ours", "torch.func", "laplace-torch, Curvlinops"} <= {r["method"] for r in rows}
+    for r in rows:
+        assert r["note"] or float(r["units"]) > 0
+        ours = next(o for o in rows if o["estimator"] == r["estimator"])
+        # its KFAC is another one
+        if "prior" in r["estimator"] and "BackPack" not in r["method"] and not r["note"]:
+            assert float(r["log_det_ratio"]) == pytest.approx(
+                float(ours["log_det_ratio"]), rel=2e-3
+            )
+
+
+def test_a_peer_that_fails_says_why():
+    import peers
+
+    def broken(case):
+        raise NotImplementedError("no such layer\nand more")
+
+    row = peers.compare("theirs", broken, Case("mininet", "ntk", 2), memory=False)
+    assert row["note"] == "NotImplementedError: no such layer"
+    assert math.isnan(row["units"])
+
+
+def test_prior_steps_and_streamed_data_have_rows():
+    step, several = estimators.cached(Case("mininet", "ntk", 4), memory=False)
+    assert (step.unit, step.target_units, several.unit) == ("ms", 1.5, "pass over the block")
+    row = estimators.streamed(Case("mininet", "kfac", 4, 1, None, classes=2), 4, 8, memory=False)
+    assert row.units > 0 and "C=2" in row.estimator
+
+
+def test_a_step_of_the_elbo_has_a_row():
+    row = estimators.elbo(Case("mininet", "ntk", 4), memory=False)
+    assert 0.5 < row.units < 20 and row.target_units == 1.25 and "mininet" in row.estimator
+
+
+def test_verdicts():
+    assert estimators.Row("a", 1.0, 2.0, "u", 10.0, 5.0).verdict == "memory x2.00"
+    assert estimators.Row("a", 3.0, 2.0, "u").verdict == "time x1.50"
+    assert estimators.Row("a", 1.0, 2.0, "u", 1.0, 5.0).verdict == "met"
+    assert estimators.Row("a", 1.0, math.nan, "u").verdict == "-"
+
+
+def test_memory_of_an_operation_is_measured_in_a_process_of_its_own():
+    small, large = (
+        measure.peak_mb(measure.training_step, Case("mininet", "ntk", n)) for n in (4, 200)
+    )
+    assert 0 <= small < large
+
+
+def test_the_model_of_many_ranks_starts_at_one_and_loses():
+    import distributed
+
+    seconds = {"step": 4e-3, "ntk": 1.3e-2, "kfac": 3e-2, "flop": 1e-11}
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in distributed.table(seconds, distributed.Cluster()).splitlines()[2:]
+    ]
+    assert len(rows) == 10
+    for _, _, first, *rest in rows:
+        assert first == "100" and sorted(map(int, rest), reverse=True) == list(map(int, rest))
+
+
+@pytest.mark.slow
+def test_two_ranks_are_measured(tmp_path):
+    work = "weight step, batch of 256"
+    run(
+        "benchmarks/distributed.py",
+        "--only",
+        work,
+        "--rounds",
+        "1",
+        "--no-model",
+        "--csv",
+        tmp_path / "d.csv",
+    )
+    (row,) = read(tmp_path / "d.csv")
+    assert row["work"] == work and all(
+        float(row[name]) > 0 for name in ("wall_1", "wall_2", "cpu_1", "cpu_2")
+    )
+
+
+def test_files_are_short():
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        assert len(Path(path).read_text().splitlines()) <= 250
+
+
+def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
+    tiny = sampled.Study("digits", "mlp", 16, 1, 2, 40, 1, 8, batch=16, rungs=2, n_test=20, width=4)
+    row = sampled.study(tiny, "data")
+    assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
+    for curvature in sampled.CURVATURES:
+        low, value, high = (row[f"{curvature}_log_marglik{end}"] for end in ("_low", "", "_high"))
+        assert low < value < high
+    for _ in range(2):
+        sampled.write(row, tmp_path / "sampled.csv")
+    assert len(read(tmp_path / "sampled.csv")) == 1
+    committed = read(ROOT / "illustrations/data/sampled.csv")
+    assert list(committed[0]) == list(row) and {r["dataset"] for r in committed} <= set(
+        sampled.STUDIES
+    )

@@ -1,0 +1,99 @@
+"""Benchmarks, scripts and figures run from the command line on small instances."""
+
+import csv
+
+import pytest
+from programs import ROOT, run
+
+
+def test_benchmark_prints_units_and_memory_and_writes_a_csv(tmp_path):
+    out = run(
+        "benchmarks/estimators.py",
+        "--only",
+        "ntk-150-1 mininet (prior)",
+        "--csv",
+        tmp_path / "table.csv",
+    )
+    assert "ntk-150-1 mininet (prior)" in out
+    (row,) = csv.DictReader((tmp_path / "table.csv").open())
+    assert 0.1 < float(row["units"]) < 100
+    assert 0 < float(row["peak_mb"]) < 2000
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        settings = [
+            "--n-data",
+            60,
+            "--subset",
+            20,
+            "--epochs",
+            2,
+            "--burnin",
+            1,
+            "--frequency",
+            1,
+            "--prior-steps",
+            2,
+        ]
+        out = folder / "bound-prior" / str(seed)
+        run(ROOT / "classification_image.py", *settings, "--seed", seed, "--out", out, cwd=folder)
+    return folder / "bound-prior"
+
+
+def test_summary_table_and_csv_of_runs(runs, tmp_path):
+    out = run(
+        "scripts/summarise_runs.py", runs / "0", runs / "1", "--csv", tmp_path / "methods.csv"
+    )
+    rows = list(csv.DictReader((tmp_path / "methods.csv").open()))
+    assert [r["estimator"] for r in rows] == ["ntk-20-1", "map", "ntk-20-1", "map"]
+    assert "| digits-60, cnn | ntk-20-1 | 2 |" in out
+    assert "±" in out
+    mean = sum(float(r["test_log_likelihood"]) for r in rows if r["estimator"] == "map") / 2
+    assert f"{mean:.3f}" in out
+    assert all(str(runs) not in r["command"] for r in rows)
+
+
+def test_traces_have_a_row_for_every_evaluation_and_name_their_command(runs, tmp_path):
+    run("scripts/summarise_runs.py", runs, "--traces", tmp_path / "traces.csv")
+    rows = list(csv.DictReader((tmp_path / "traces.csv").open()))
+    assert [(r["estimator"], r["seed"], r["epoch"]) for r in rows[:3]] == [
+        ("ntk-20-1", "0", "1"),
+        ("ntk-20-1", "0", "2"),
+        ("map", "0", "1"),
+    ]
+    assert (
+        rows[0]["command"].startswith("python classification_image.py") and rows[1]["command"] == ""
+    )
+    # MAP estimates none in training
+    assert float(rows[1]["log_marglik"]) < 0 and rows[2]["log_marglik"] == ""
+
+
+def test_figures_are_drawn_from_run_folders(runs, tmp_path):
+    source = [
+        "--source",
+        "runs",
+        "--runs",
+        runs.parent,
+        "--data",
+        tmp_path / "data",
+        "--out",
+        tmp_path,
+    ]
+    out = run("generate_illustration_figures.py", *source, "--figures", "11")
+    assert out.split() == [str(tmp_path / "traces_prior_doubly.png")]
+    assert {p.name for p in (tmp_path / "data").iterdir()} == {
+        "runs_bound_prior.csv",
+        "traces_bound_prior.csv",
+    }
+
+
+def test_figures_are_drawn_from_the_committed_csv_files(tmp_path):
+    run("generate_illustration_figures.py", "--out", tmp_path)
+    committed = {path.name for path in (ROOT / "illustrations").glob("*.png")}
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn
+    assert drawn <= committed
+    assert all((tmp_path / name).stat().st_size > 5000 for name in drawn)
