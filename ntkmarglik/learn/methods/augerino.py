@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from asdl_marglik import augmented
+from asdl_marglik import augmented, run_averaged
 from ntkmarglik.learn.methods.base import LearnsBy
 from ntkmarglik.learn.methods.map import Map
 
@@ -32,7 +32,7 @@ class Augerino(Map):
             return super().loss(x, y)
         seed = int(torch.randint(2**31, (), generator=problem.generator))
         copies = augmented(problem.augment, x, seed)
-        f = problem.model(copies.flatten(0, 1)).unflatten(0, copies.shape[:2]).mean(1)
+        f = run_averaged(problem.model, copies)
         data = -self.ml.likelihood.log_prob(f, y).mean()
         decay = problem.prior.penalty(self.ml.weights) / (2 * problem.data.n_data)
         reward = torch.cat([p.flatten() for p in problem.augment.parameters()]).norm()

@@ -118,6 +118,15 @@ def run(model: nn.Module, x: Inputs, weights: Mapping[str, Tensor] | None = None
     return checked_outputs(f, len(tensors_of(x)[0]))
 
 
+def run_averaged(
+    model: nn.Module, copies: Inputs, weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Outputs [n, ...] of augmented copies [n, A, ...], averaged over the A copies of a datum."""
+    n, a = tensors_of(copies)[0].shape[:2]
+    flat = map_inputs(lambda t: t.flatten(0, 1), copies)
+    return run(model, flat, weights).unflatten(0, (n, a)).mean(1)
+
+
 def checked_outputs(f: Any, n: int) -> Tensor:
     """The outputs of n data points, if they are one tensor with a leading batch axis."""
     if not isinstance(f, Tensor):

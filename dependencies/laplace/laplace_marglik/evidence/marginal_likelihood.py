@@ -37,6 +37,7 @@ from asdl_marglik import (
     map_inputs,
     parts_of,
     run,
+    run_averaged,
     seeded,
     statistics,
     tensors_of,
@@ -180,7 +181,7 @@ class MarginalLikelihood:
         hyperparameter.
         """
         f, y = self.outputs_of(x), checks.targets(y)
-        scale = torch.exp(-self.likelihood.log_temperature.detach())
+        scale = self.likelihood.inverse_temperature.detach()
         with self.likelihood.constant():
             data = -(self.likelihood.log_prob(f, y).mean() * scale.to(f.dtype))
         return data + self.prior.penalty(self.weights) / (2 * self.n_data)
@@ -196,9 +197,7 @@ class MarginalLikelihood:
             return run(self.model, copied(x), detached)
         with torch.no_grad():
             copies = augmented(self.augment, x, self._seed() if seed is None else seed)
-        n, a = tensors_of(copies)[0].shape[:2]
-        flat = map_inputs(lambda t: t.flatten(0, 1), copies)
-        return run(self.model, flat, detached).unflatten(0, (n, a)).mean(1)
+        return run_averaged(self.model, copies, detached)
 
     def __call__(
         self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
@@ -515,9 +514,7 @@ class MarginalLikelihood:
             block.log_prob_of(f, self.likelihood) if block.log_prob is None else block.log_prob
         )
         return Evidence(
-            log_likelihood=block.n_data_blocks
-            * log_prob
-            * torch.exp(-self.likelihood.log_temperature.double()),
+            log_likelihood=block.n_data_blocks * log_prob * self.likelihood.inverse_temperature,
             scatter=self.prior.scatter(block.squares),
             log_det_ratio=block.n_blocks
             * (torch.stack(log_dets).sum() if len(log_dets) > 1 else log_dets[0]),

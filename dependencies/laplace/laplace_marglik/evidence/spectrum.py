@@ -82,7 +82,7 @@ class SpectralMarginalLikelihood(MarginalLikelihood):
         log_prob = self.likelihood.log_prob(f.double().reshape(-1, *made.shape), targets).sum()
         return Spectrum(
             torch.cat(values) * self.likelihood.curvature_scale(),
-            made.n_data_blocks * log_prob * torch.exp(-self.likelihood.log_temperature.double()),
+            made.n_data_blocks * log_prob * self.likelihood.inverse_temperature,
             made.squares.squeeze(),
             made.n_blocks,
             made.status,

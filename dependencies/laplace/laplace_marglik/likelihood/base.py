@@ -44,13 +44,18 @@ class Likelihood(nn.Module):
         """log p(y_i | f_i) of each datum [n], before the temperature."""
         raise TypeError(f"{type(self).__name__} must define log_prob(f, y) -> [n]")
 
+    @property
+    def inverse_temperature(self) -> Tensor:
+        """1 / tau in float64, by which log-probabilities are multiplied."""
+        return torch.exp(-self.log_temperature.double())
+
     def predict(self, f: Tensor) -> Tensor:
         """The mean prediction for outputs f."""
         return f
 
     def curvature_scale(self) -> Tensor:
         """The factor between `hessian` and the curvature of the tempered likelihood."""
-        return torch.exp(-self.log_temperature.double())
+        return self.inverse_temperature
 
     def check_scales(self) -> None:
         """Refuse temperatures and noises that overflow, with which the data would count for

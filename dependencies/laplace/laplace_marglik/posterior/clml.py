@@ -83,7 +83,7 @@ def clml(
         torch.zeros(samples, dtype=torch.float64),
         0,
     )
-    scale = math.exp(-float(likelihood.log_temperature))
+    scale = likelihood.inverse_temperature.item()
     with evaluating(model):
         for x, y in checks.pairs(loader):
             x, y = map_inputs(lambda t: t.to(device), x), checks.targets(y).to(device)

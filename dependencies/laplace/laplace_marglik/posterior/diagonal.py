@@ -4,7 +4,6 @@ evidence.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -101,7 +100,7 @@ class DiagonalLaplace:
         log-likelihood.
         """
         f = f.double().requires_grad_()
-        scale = math.exp(-float(self._likelihood.log_temperature))
+        scale = self._likelihood.inverse_temperature.item()
         with torch.enable_grad():
             log_prob = self._likelihood.log_prob(f, y).sum() * scale
             (slope,) = torch.autograd.grad(log_prob, f)

@@ -28,6 +28,7 @@ from asdl_marglik import (
     hyperparameters_in,
     map_inputs,
     run,
+    run_averaged,
     tensors_of,
     trainable,
 )
@@ -284,12 +285,10 @@ class DataEmphasizedELBO:
         if self.augment is None:
             return run(self.model, copied(x), weights)
         copies = augmented(self.augment, x, self._seed() if seed is None else seed)
-        n, a = tensors_of(copies)[0].shape[:2]
-        flat = map_inputs(lambda t: t.flatten(0, 1), copies)
-        return run(self.model, flat, weights).unflatten(0, (n, a)).mean(1)
+        return run_averaged(self.model, copies, weights)
 
     def _likelihood_scale(self) -> float:
-        return math.exp(-float(self.likelihood.log_temperature))
+        return self.likelihood.inverse_temperature.item()
 
     def _checked_kappa(self, kappa: float | Literal["auto"], force: bool) -> float:
         if isinstance(kappa, str) and kappa != "auto":

@@ -66,7 +66,7 @@ class LinearModel:
             for h, batch in zip(outputs, self.system.batches(), strict=True):
                 total += likelihood.log_prob(h.double(), batch.y).sum()
             self.system.over_ranks_(total, "log-likelihood of the linear model")
-            return total * torch.exp(-likelihood.log_temperature.double())
+            return total * likelihood.inverse_temperature
 
     def log_likelihoods(self, outputs: list[Tensor], z: Tensor) -> Tensor:
         """sum_i log p(y_i | h_i + J_i z_j) / tau of each deviation z [k, P] of the weights [k]; one
@@ -116,7 +116,7 @@ class LinearModel:
         with torch.enable_grad():
             h = h.detach().requires_grad_()
             (slope,) = torch.autograd.grad(likelihood.log_prob(h, y).sum(), h)
-        return -slope * torch.exp(-likelihood.log_temperature.detach()).to(h.dtype)
+        return -slope * likelihood.inverse_temperature.detach().to(h.dtype)
 
     def gradient(self, theta: Tensor, outputs: list[Tensor]) -> Tensor:
         """Gradient [1, P] of the loss over all data."""
