@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -36,6 +36,11 @@ class Settings:
                 settings[setting.name] = str(value) if isinstance(value, Path) else value
         return settings
 
+    def free(self) -> set[str]:
+        """Settings that do not change the numbers of a run, as each group marks its own: FREE."""
+        groups = [getattr(self, group.name) for group in fields(self)]
+        return {name for group in groups for name in getattr(group, "FREE", ())}
+
     def updated(self: S, **changes: Any) -> S:
         """A copy with some settings changed by name."""
         groups = {}
@@ -49,17 +54,15 @@ class Settings:
             )
         return type(self)(**groups)
 
-    def refuse_other(self, stored: dict[str, Any], free: Collection[str]) -> None:
-        """Refuse to resume a run whose stored settings differ from these in any that is not free to
-        change.
-        """
+    def refuse_other(self, stored: dict[str, Any]) -> None:
+        """Refuse to resume a run whose stored settings differ in any that changes its numbers."""
+        free = self.free()
         for name, value in self.flat().items():
             if name not in free and _plain(stored.get(name, value)) != _plain(value):
                 raise NtkMarglikError(
                     f"The run to resume was started with {name} = {stored[name]}, but {value} is "
-                    f"given now. Resume it "
-                    "with --config and its config.yaml, or start a new one without --resume. "
-                    "Nothing was changed."
+                    "given now. Resume it with --config and its config.yaml, or start a new one "
+                    "without --resume. Nothing was changed."
                 )
 
     def arguments(self) -> list[str]:

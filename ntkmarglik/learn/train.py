@@ -264,7 +264,7 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a run where its checkpoint left it."""
-        self.problem.config.refuse_other(state["settings"], free=FREE)
+        self.problem.config.refuse_other(state["settings"])
         problem = self.problem
         self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
         problem.model.load_state_dict(state["model"])
@@ -278,21 +278,6 @@ class Trainer:
         self.batches.set_state(state["batches"])
         problem.generator.set_state(state["evidence"])
         self.method.restore(state.get("method", {}))
-
-
-# settings that may differ between the start of a run and its continuation
-FREE = {
-    *(
-        "out",
-        "data_root",
-        "device",
-        "threads",
-        "memory_budget",
-        "checkpoint_seconds",
-        "collective_timeout",
-    ),
-    *("baseline", "resume", "dry_run", "wandb", "tensorboard"),
-}
 
 
 def _described(evidence: Evidence, problem: Problem) -> Metrics:

@@ -60,10 +60,8 @@ def config_of(folder: Path) -> Config:
     """The settings of a run without where it ran, which is not part of what it is."""
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     known = {name: value for name, value in settings.items() if name in Config().flat()}
-    elsewhere = {
-        name: Config().flat()[name]
-        for name in ("out", "data_root", "resume", "device", "threads", "wandb")
-    }
+    place = Config().free() - {"baseline"}
+    elsewhere = {name: Config().flat()[name] for name in place}
     return Config().updated(**{**known, **elsewhere, "data_root": Config().problem.data_root})
 
 

@@ -3,6 +3,7 @@ are.
 """
 
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,6 +14,9 @@ from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.problem.models import MODELS
 from ntkmarglik.programs.classify import config as settings
 from ntkmarglik.programs.classify.config import Config, parse
+from ntkmarglik.programs.finetune.config import FinetuneConfig
+from ntkmarglik.programs.grid.config import GridConfig
+from ntkmarglik.programs.paper import experiments
 
 FLAGS = [
     "method",
@@ -184,3 +188,20 @@ def test_settings_survive_yaml_and_the_command_line(tmp_path):
 def test_an_unknown_setting_cannot_be_updated():
     with pytest.raises(NtkMarglikError, match="epoch"):
         Config().updated(epoch=3)
+
+
+@pytest.mark.parametrize("kind", [Config, GridConfig, FinetuneConfig])
+def test_settings_that_do_not_change_numbers_are_marked_once_where_they_are(kind):
+    free, known = kind().free(), kind().flat()
+    assert (
+        {"out", "device", "threads", "dry_run", "data_root"} & known.keys() <= free <= known.keys()
+    )
+    assert not {"seed", "precision", "grid_precision"} & free
+
+
+def test_a_timeout_is_not_part_of_what_is_computed():
+    other = Config().updated(collective_timeout=30.0, tensorboard=True, out=Path("there"))
+    assert not experiments.difference(Config(), other)
+    other.refuse_other(Config().flat())
+    with pytest.raises(NtkMarglikError, match="lr_hyp"):
+        other.refuse_other(Config().updated(lr_hyp=0.2).flat())

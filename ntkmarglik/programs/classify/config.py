@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -102,6 +102,8 @@ class Sampling:
 class Problem:
     """What is learned from what."""
 
+    FREE: ClassVar = ("data_root",)
+
     dataset: str = "digits"
     """digits, mnist, fmnist, usps, cifar10, cifar100, tinyimagenet; also with _r90, _r180,
     _translated, _scaled.
@@ -179,6 +181,11 @@ class Training:
 @dataclass(frozen=True)
 class Run:
     """Where and how it runs."""
+
+    FREE: ClassVar = (
+        *("device", "threads", "out", "resume", "baseline", "checkpoint_seconds", "dry_run"),
+        *("collective_timeout", "memory_budget", "wandb", "tensorboard"),
+    )
 
     seed: int = 0
     """Seed of data subset, initial weights and every random draw."""

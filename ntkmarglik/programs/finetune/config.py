@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -63,6 +63,8 @@ class Search:
 class Task:
     """What is learned from what."""
 
+    FREE: ClassVar = ("data_root",)
+
     checkpoint: str = "facebook/convnext-tiny-224"
     """Pretrained network: a folder in the format of save_pretrained, or a name on the Hugging Face
     hub.
@@ -104,6 +106,11 @@ class Training:
 @dataclass(frozen=True)
 class Run:
     """Where and how it runs."""
+
+    FREE: ClassVar = (
+        *("device", "threads", "out", "resume", "checkpoint_seconds", "dry_run", "save_model"),
+        *("wandb", "tensorboard"),
+    )
 
     seed: int = 0
     """Seed of the training set, the new head and every random draw."""

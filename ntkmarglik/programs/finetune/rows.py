@@ -8,7 +8,6 @@ import yaml
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.finetune.config import FinetuneConfig
-from ntkmarglik.programs.finetune.transfer import FREE
 from ntkmarglik.runs.folder import read_summary
 from ntkmarglik.runs.records import Row, as_text, grouped, values
 
@@ -51,11 +50,11 @@ def run_row(folder: Path) -> Row:
             f"{folder} holds no finished run (summary.json); finish it with --resume."
         )
     settings = yaml.safe_load((folder / "config.yaml").read_text())
-    default = FinetuneConfig().flat()
+    default, free = FinetuneConfig().flat(), FinetuneConfig().free()
     known = {
         k: tuple(v) if isinstance(v, list) else v
         for k, v in settings.items()
-        if k in default and k not in FREE
+        if k in default and k not in free
     }
     checkpoint = Path(summary["checkpoint"])
     if checkpoint.is_absolute():  # where a folder was is not part of what it is

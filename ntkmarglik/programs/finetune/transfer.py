@@ -22,21 +22,7 @@ from ntkmarglik.runs.folder import RunFolder
 from ntkmarglik.runs.loggers import Metrics
 
 EVALUATIONS = 5  # of the test set in a fit, when their spacing is not given
-SPLIT_SEED = 7  # added to the seed: held-out data are drawn independently of the training set
-# settings that may differ between the start of a run and its continuation
-FREE = {
-    *(
-        "out",
-        "data_root",
-        "device",
-        "threads",
-        "checkpoint_seconds",
-        "resume",
-        "dry_run",
-        "save_model",
-    ),
-    *("wandb", "tensorboard"),
-}
+SPLIT_SEED = 7
 
 
 class Transfer:
@@ -187,7 +173,7 @@ class Transfer:
         """Take up a run where its checkpoint left it; nothing is changed if its settings are
         others.
         """
-        self.config.refuse_other(state["settings"], free=FREE)
+        self.config.refuse_other(state["settings"])
         self.done = [
             Result(Candidate(**{k: v for k, v in r.items() if k != "score"}), r["score"])
             for r in state["done"]

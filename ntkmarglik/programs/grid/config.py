@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -28,6 +28,12 @@ SUBSETS = (10, 20, 50, 100, 250, 500, 0)
 @dataclass(frozen=True)
 class Grid:
     """Which bounds are evaluated where: every combination of the choices below."""
+
+    # which rows a csv has, not what is in them
+    FREE: ClassVar = (
+        *("structures", "subsets", "outputs", "columns", "partitions", "roots", "blocks"),
+        *("exact", "checkpoint"),
+    )
 
     hyperparameter: Literal["prior", "rotation"] = "prior"
     """What varies: prior precision (1e-4 to 1e4, evenly in its logarithm) or rotation range (0 to
@@ -89,6 +95,8 @@ class Reference:
 @dataclass(frozen=True)
 class Place:
     """Where and how it runs."""
+
+    FREE: ClassVar = ("device", "threads", "out", "memory_budget", "dry_run")
 
     seed: int = 711
     """Seed of data subset, initial weights, partitions and augmentations."""

@@ -24,12 +24,6 @@ from ntkmarglik.programs.grid.evaluate import Evaluator, Reference, reference_of
 from ntkmarglik.programs.grid.table import Table, row
 from ntkmarglik.runs import checkpoint
 
-# where a network was trained is not part of what it is
-MACHINE = {
-    *("out", "data_root", "device", "threads", "memory_budget", "checkpoint_seconds", "eval_every"),
-    *("baseline", "resume", "dry_run", "wandb", "tensorboard"),
-}
-
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
@@ -164,11 +158,9 @@ def _checkpoint(config: GridConfig) -> dict:
 
 def _command(config: Config) -> str:
     """The command that trains the network."""
-    defaults = Config().flat()
+    defaults, place = Config().flat(), {*Config().free(), "eval_every"}
     return (
-        Config()
-        .updated(**{**config.flat(), **{name: defaults[name] for name in MACHINE}})
-        .command()
+        Config().updated(**{**config.flat(), **{name: defaults[name] for name in place}}).command()
     )
 
 

@@ -31,23 +31,6 @@ COLUMNS = (
     "log_det_ratio",
 )
 NETWORK, BOUNDS = "# network: ", "# bounds: "
-# settings that choose rows (each says how many blocks it used) or places; all others change values,
-# and rows with different ones must not be mixed in a file
-FREE = {
-    *(
-        "structures",
-        "subsets",
-        "outputs",
-        "columns",
-        "partitions",
-        "roots",
-        "blocks",
-        "exact",
-        "checkpoint",
-        "data_root",
-    ),
-    *("device", "threads", "out", "memory_budget", "dry_run"),
-}
 Row = dict[str, str]
 
 
@@ -79,7 +62,7 @@ class Table:
         for command in commands[1:]:
             stored = parse(shlex.split(command.removeprefix(BOUNDS))[2:]).flat()
             for name, value in config.flat().items():
-                if name not in FREE and stored[name] != value:
+                if name not in config.free() and stored[name] != value:
                     raise NtkMarglikError(
                         f"{other} There --{name.replace('_', '-')} is {stored[name]}, here {value}."
                     )

@@ -12,7 +12,6 @@ from pathlib import Path
 import yaml
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.learn.train import FREE
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.classify.config import parse as parse_run
 from ntkmarglik.programs.classify.preflight import check_settings
@@ -84,7 +83,7 @@ class RunLine:
         check_settings(self.config.updated(device="cpu"))
         stored = self.folder / "config.yaml"
         if stored.exists():
-            self.config.refuse_other(yaml.safe_load(stored.read_text()), free=FREE)
+            self.config.refuse_other(yaml.safe_load(stored.read_text()))
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,6 @@ from ntkmarglik.settings import Settings
 
 CONFIGS = Path(__file__).parent / "configs"
 Scale = Literal["full", "small"]
-# settings that say where and how a run runs, not what it computes
-ABOUT_THE_RUN = {
-    *(
-        "seed",
-        "device",
-        "threads",
-        "out",
-        "data_root",
-        "resume",
-        "baseline",
-        "eval_every",
-        "checkpoint_seconds",
-    ),
-    *("memory_budget", "wandb", "tensorboard", "dry_run"),
-}
 
 
 @functools.cache  # a generator asks for the same settings many times
@@ -98,10 +83,11 @@ def label_of(config: Config) -> str:
 def difference(config: Settings, other: Settings) -> dict[str, tuple[Any, Any]]:
     """Settings of what is computed that differ: name -> (value in config, value in other)."""
     ours, theirs = config.flat(), other.flat()
+    unsaid = {*config.free(), "seed", "eval_every"}
     return {
         name: (ours[name], theirs[name])
         for name in ours
-        if name not in ABOUT_THE_RUN and ours[name] != theirs[name]
+        if name not in unsaid and ours[name] != theirs[name]
     }
 
 
