@@ -217,12 +217,9 @@ def test_a_job_of_torchrun_runs(place):
     assert broken.job()() == 2 and not broken.finished()
 
 
-def test_the_readme_shows_lines_that_can_be_launched(place):
-    lines = [
-        line
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if line.startswith("torchrun ")
-    ]
+def test_the_documents_show_lines_that_can_be_launched(place):
+    text = (ROOT / "docs/clusters.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("torchrun ")]
     (place / "table.sh").write_text("\n".join(lines))
     assert len(read_lines(place / "table.sh")) == len(lines) >= 3
 
