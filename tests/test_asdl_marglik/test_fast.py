@@ -268,7 +268,7 @@ def test_the_switches_are_all_on_by_default():
 def test_rows_are_deferred_where_only_the_prior_is_learned(monkeypatch):
     """No more rows than those of one weight are alive: the buffer of all rows is never made."""
     monkeypatch.setattr(
-        "asdl_marglik.passes.residency.Collected.add", lambda *_: pytest.fail("kept all rows")
+        "asdl_marglik.passes.two_passes.Collected.add", lambda *_: pytest.fail("kept all rows")
     )
     ml = large()
     ml(torch.randn(8, 3, 16, 16), torch.arange(8)).total.backward()

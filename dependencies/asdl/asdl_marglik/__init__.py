@@ -5,7 +5,7 @@ diagonals.
 from asdl_marglik.curvature.kernel.gram import mixed_gram
 from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.structure import STRUCTURES, Structure, guarantee_of, parts_of
-from asdl_marglik.curvature.term import Part, Settled
+from asdl_marglik.curvature.term import Settled, Term
 from asdl_marglik.errors import CurvatureError, PrecisionLost
 from asdl_marglik.linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
 from asdl_marglik.passes.forward import Chunk
@@ -46,7 +46,6 @@ __all__ = [
     "CurvatureError",
     "FastPaths",
     "Groups",
-    "Part",
     "Passes",
     "Plan",
     "PlanChanged",
@@ -60,6 +59,7 @@ __all__ = [
     "Settled",
     "ShardedPasses",
     "Structure",
+    "Term",
     "arrange",
     "augmented",
     "check_finite",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from asdl_marglik.curvature.problem import Groups, Problem
-from asdl_marglik.curvature.term import Memory, Part, Settled, inverse_precision, mix
+from asdl_marglik.curvature.term import Memory, Settled, Term, inverse_precision, mix
 from asdl_marglik.linalg import (
     eigenvalues,
     is_coarse,
@@ -20,7 +20,7 @@ from asdl_marglik.passes.forward import Chunk, Request
 from asdl_marglik.watch.plan import Plan
 
 
-class _SumOverRows(Part):
+class _SumOverRows(Term):
     """A statistic that adds a function of the root rows of each chunk.
 
     keep: the seeded rows of all data are kept instead and the function is applied at the end: then

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from asdl_marglik.curvature.problem import Group, Problem, Setting
-from asdl_marglik.curvature.term import Memory, Part, Settled, mix
+from asdl_marglik.curvature.term import Memory, Settled, Term, mix
 from asdl_marglik.errors import PrecisionLost
 from asdl_marglik.linalg import (
     ROUNDING,
@@ -47,7 +47,7 @@ from asdl_marglik.watch.plan import Plan
 EXACT_SIDE = 512
 
 
-class Kron(Part):
+class Kron(Term):
     """Kronecker-factored curvature of one weight of a linear map or convolution."""
 
     def __init__(

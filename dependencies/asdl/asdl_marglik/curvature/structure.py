@@ -11,7 +11,7 @@ from asdl_marglik.curvature.kernel.gram import Gram
 from asdl_marglik.curvature.kernel.row_storage import Factors, HalfRows, Rows, SharedFactors, Store
 from asdl_marglik.curvature.kron import Kron
 from asdl_marglik.curvature.problem import Problem
-from asdl_marglik.curvature.term import Part
+from asdl_marglik.curvature.term import Term
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.ranks.sharded_gram import ShardedGram
 
@@ -24,7 +24,7 @@ FACTOR_PAIRS = 2**25  # entries of the products of factors at most
 KEPT_ROWS = 2**19
 
 
-def _exact(problem: Problem, names: tuple[str, ...]) -> Part:
+def _exact(problem: Problem, names: tuple[str, ...]) -> Term:
     """The exact block of some weights, in the smaller of row space and weight space (Sylvester:
     same determinant).
     """
@@ -40,7 +40,7 @@ def _keeps(problem: Problem, size: int) -> bool:
     return problem.fast.kept_rows and problem.n_rows * size <= KEPT_ROWS
 
 
-def _gram(problem: Problem, names: tuple[str, ...]) -> Part:
+def _gram(problem: Problem, names: tuple[str, ...]) -> Term:
     stores, packed = [_store(problem, name) for name in names], problem.fast.packed_kernels
     # with more rows than weights the kernel is singular: rounding would fill what should be its
     # null space
@@ -71,15 +71,15 @@ def _store(problem: Problem, name: str) -> Store:
     return Factors(name) if problem.fast.factored_rows and cheaper else rows
 
 
-def _ntk(problem: Problem) -> list[Part]:
+def _ntk(problem: Problem) -> list[Term]:
     return [_gram(problem, tuple(problem.sizes))]
 
 
-def _full(problem: Problem) -> list[Part]:
+def _full(problem: Problem) -> list[Term]:
     return [_exact(problem, tuple(problem.sizes))]
 
 
-def _blockdiag(problem: Problem) -> list[Part]:
+def _blockdiag(problem: Problem) -> list[Term]:
     blocks: dict[str, list[str]] = {}
     for name in problem.sizes:
         blocks.setdefault(
@@ -88,18 +88,18 @@ def _blockdiag(problem: Problem) -> list[Part]:
     return [_exact(problem, tuple(names)) for names in blocks.values()]
 
 
-def _diag(problem: Problem) -> list[Part]:
+def _diag(problem: Problem) -> list[Term]:
     return [
         Diagonal({name: size}, problem.groups, keep=_keeps(problem, size))
         for name, size in problem.sizes.items()
     ]
 
 
-def _kfac(problem: Problem) -> list[Part]:
+def _kfac(problem: Problem) -> list[Term]:
     return [_kron(problem, name, size) for name, size in problem.sizes.items()]
 
 
-def _kron(problem: Problem, name: str, size: int) -> Part:
+def _kron(problem: Problem, name: str, size: int) -> Term:
     if name not in problem.plan.kronecker:
         exact = (
             min(size, problem.n_rows) <= EXACT_BLOCK and size * problem.n_rows <= EXACT_BLOCK_ROWS
@@ -136,14 +136,14 @@ class Structure:
     independent blocks of them.
     """
 
-    parts: Callable[[Problem], list[Part]]
+    parts: Callable[[Problem], list[Term]]
     guarantee: Guarantee = "approximation"
 
-    def __call__(self, problem: Problem) -> list[Part]:
+    def __call__(self, problem: Problem) -> list[Term]:
         return self.parts(problem)
 
 
-STRUCTURES: dict[str, Callable[[Problem], list[Part]]] = {
+STRUCTURES: dict[str, Callable[[Problem], list[Term]]] = {
     "ntk": Structure(_ntk, "exact"),
     "full": Structure(_full, "exact"),
     "blockdiag": Structure(_blockdiag, "bound"),
@@ -159,7 +159,7 @@ def guarantee_of(structure: str) -> Guarantee:
     return getattr(STRUCTURES[structure], "guarantee", "approximation")
 
 
-def parts_of(structure: str, problem: Problem) -> list[Part]:
+def parts_of(structure: str, problem: Problem) -> list[Term]:
     """The parts of a named structure; every weight is in exactly one of them."""
     if structure not in STRUCTURES:
         raise CurvatureError(

@@ -42,12 +42,15 @@ class Memory:
         )
 
 
-class Part(ABC):
+class Term(ABC):
     """log|I + P0^-1 H| of the weights `names`, for one approximation of H."""
 
     names: tuple[str, ...]
     kinds: tuple[Literal["rows", "sum"], ...]
     label: str  # for people
+
+    additive = True  # whether its statistics are sums over data, or rows side by side
+    depends_on_precision = False  # whether `summarise` does
 
     @abstractmethod
     def requests(self) -> list[Request]:
@@ -99,6 +102,11 @@ class Part(ABC):
         """Hand the chunk the cotangents of its part of the observations; `rows` are its data
         points.
         """
+
+    def exchange(  # noqa: B027 - only rows that are on several ranks have to be exchanged
+        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
+    ) -> None:
+        """What `pull` needs of other ranks."""
 
     @abstractmethod
     def log_det_ratio(

@@ -19,7 +19,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.passes.root_rows import Selection
-from asdl_marglik.passes.scratch import Scratch
 from asdl_marglik.rules.base import Wanted, pull_by_autograd
 from asdl_marglik.watch import persample
 from asdl_marglik.watch.linearity import piecewise_linear
@@ -45,6 +44,23 @@ Request = tuple[str, Form | Literal["rows", "weighted"]]
 # otherwise than through the inputs; or where the inputs move them, which the graph of the outputs
 # tells
 Differentiate = Literal["never", "always", "where needed"]
+
+
+class Scratch:
+    """One piece of memory for large intermediates, used again and again: fresh pages cost more than
+    arithmetic.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def take(self, like: Tensor, *shape: int) -> Tensor:
+        """An uninitialised tensor that is valid until the next is taken."""
+        size = torch.Size(shape).numel()
+        if self._memory is None or self._memory.numel() < size or self._memory.dtype != like.dtype:
+            self._memory = None  # free it before the larger one is there
+            self._memory = like.new_empty(size)
+        return self._memory[:size].view(shape)
 
 
 class Chunk:

@@ -12,7 +12,7 @@ import torch
 
 from asdl_marglik.curvature.problem import Problem
 from asdl_marglik.curvature.structure import parts_of
-from asdl_marglik.curvature.term import Memory, Part
+from asdl_marglik.curvature.term import Memory, Term
 
 CHUNK_BYTES = 3 * 2**26  # activations of one chunk
 # inputs; convolutions are inefficient below, caches overflow above
@@ -31,7 +31,7 @@ class Arrangement:
 
 def arrange(
     problem: Problem,
-    parts: Sequence[Part],
+    parts: Sequence[Term],
     *,
     again: bool,
     budget: float,

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from asdl_marglik.curvature.kernel.gram import Gram
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.passes.two_passes import Batch, Passes, augmented
 from asdl_marglik.ranks.ranks import Ranks
-from asdl_marglik.ranks.sharded_gram import ShardedGram
 from asdl_marglik.watch.model import Inputs, fingerprint, taken
 
 OTHER_SEED = 1_000_003  # between the seeds of ranks
@@ -150,7 +148,7 @@ class ShardedPasses(Passes):
         found = []
         for part, observed in zip(self.parts, observations, strict=True):
             statistics = part.summarise(observed, log_precision)
-            if not isinstance(part, Gram):
+            if part.additive:
                 statistics = [t.contiguous() for t in statistics]
                 added = [t for t, kind in zip(statistics, part.kinds, strict=True) if kind == "sum"]
                 self.ranks.sum_(added, f"statistics of {part.names[0]}")
@@ -173,8 +171,7 @@ class ShardedPasses(Passes):
         self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
-            if isinstance(part, ShardedGram):
-                part.exchange(observations, part_bars, log_precision)
+            part.exchange(observations, part_bars, log_precision)
         if self.n_data:
             own_bars = self._taken(bars)
             found = super().second(
@@ -190,7 +187,7 @@ class ShardedPasses(Passes):
         """The cotangents of own data's rows, and those of sums and kernels."""
         return [
             part_bars
-            if isinstance(part, Gram)
+            if not part.additive
             else [
                 bar[self.own] if kind == "rows" else bar
                 for bar, kind in zip(part_bars, part.kinds, strict=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asdl_marglik import Part, Passes, PrecisionLost
+from asdl_marglik import Passes, PrecisionLost
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.block import PreparedBlock
 from laplace_marglik.evidence.evidence import Evidence
@@ -69,7 +69,7 @@ def evidence_by_blocks(
     def prepared() -> PreparedBlock:
         whole = ml._all_data(blocks)
         for part in whole.passes.parts:
-            if type(part).summarise is not Part.summarise:
+            if not part.additive:
                 raise MarglikError(
                     f"gradients by blocks need a curvature that is a sum over data (kfac, diag), "
                     f"but that of "

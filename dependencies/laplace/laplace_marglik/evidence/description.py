@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asdl_marglik import Arrangement, Part, Plan
+from asdl_marglik import Arrangement, Plan, Term
 
 
-def described(plan: Plan, parts: Sequence[Part], arrangement: Arrangement) -> str:
+def described(plan: Plan, parts: Sequence[Term], arrangement: Arrangement) -> str:
     """A line for each weight, and one for the passes."""
     labels = {name: part.label for part in parts for name in part.names}
     width = max(len(name) for name in ("parameter", *plan.weights))

@@ -19,7 +19,6 @@ from asdl_marglik import (
     ALL,
     STRUCTURES,
     Arrangement,
-    Part,
     Passes,
     Plan,
     PlanChanged,
@@ -27,6 +26,7 @@ from asdl_marglik import (
     Problem,
     Ranks,
     ShardedPasses,
+    Term,
     augmented,
     check_weights,
     copied,
@@ -242,7 +242,7 @@ class MarginalLikelihood:
         """How each weight's curvature is computed, as a table; x is any batch of inputs."""
         return described(*self._laid_out(x))
 
-    def _laid_out(self, x: Any, n: int | None = None) -> tuple[Plan, list[Part], Arrangement]:
+    def _laid_out(self, x: Any, n: int | None = None) -> tuple[Plan, list[Term], Arrangement]:
         plan = self._planned(self._placed(x))
         problem = self._problem(plan, n or len(tensors_of(x)[0]), self._k(plan), self._copies(x))
         parts = parts_of(self.structure, problem)

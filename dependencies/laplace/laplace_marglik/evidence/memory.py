@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asdl_marglik import Arrangement, Part, Problem, arrange, free_memory, largest_fitting
+from asdl_marglik import Arrangement, Problem, Term, arrange, free_memory, largest_fitting
 from laplace_marglik.errors import MarglikError
 
 SHARE = 0.5  # of the free memory that an estimate may take, unless a budget is given
@@ -24,7 +24,7 @@ class Budget:
     def allowed(self) -> float:
         return SHARE * free_memory(self.device) if self.bytes is None else self.bytes
 
-    def arrange(self, problem: Problem, parts: list[Part], *, again: bool) -> Arrangement:
+    def arrange(self, problem: Problem, parts: list[Term], *, again: bool) -> Arrangement:
         """The layout of both passes in memory, or of the first alone."""
         return arrange(
             problem,

@@ -14,7 +14,7 @@ from torch import Tensor
 from asdl_marglik.curvature.kernel.prior_steps import Combination
 from asdl_marglik.curvature.kernel.row_storage import Rows, Store
 from asdl_marglik.curvature.problem import Groups, Problem
-from asdl_marglik.curvature.term import Memory, Part, Settled
+from asdl_marglik.curvature.term import Memory, Settled, Term
 from asdl_marglik.linalg import (
     eigenvalues,
     is_coarse,
@@ -27,7 +27,7 @@ from asdl_marglik.linalg import (
 from asdl_marglik.passes.forward import Chunk, Request
 
 
-class Gram(Part):
+class Gram(Term):
     """Exact curvature of its weights, in the space of rows.
 
     packed: kernels of a cached block by their lower halves. double: kernels in float64, whatever
@@ -35,6 +35,7 @@ class Gram(Part):
     """
 
     label = "kernel"
+    additive = False
 
     def __init__(
         self, stores: Sequence[Store], groups: Groups, *, packed: bool = True, double: bool = False
@@ -44,6 +45,7 @@ class Gram(Part):
         self.kinds = tuple("rows" for store in self.stores for _ in range(store.slots))
         self.shared = sorted({g for name in names if isinstance(g := groups[name], int)})
         self.elementwise = [name for name in names if isinstance(groups[name], slice)]
+        self.depends_on_precision = bool(self.elementwise)
 
     def requests(self) -> list[Request]:
         return [(store.name, store.asks) for store in self.stores]

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from asdl_marglik.curvature.problem import Problem
 from asdl_marglik.linalg import gram_in_double, gram_of, product_in_double
-from asdl_marglik.passes.forward import Chunk, Form
-from asdl_marglik.passes.scratch import Scratch
+from asdl_marglik.passes.forward import Chunk, Form, Scratch
 
 BLOCK = 2**20  # entries of an intermediate of shared factors: it stays in the cache
 
