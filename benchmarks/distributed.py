@@ -193,7 +193,9 @@ def steps(seconds: dict[str, float], *, weak: bool) -> dict[str, Step]:
         """What the busiest rank has of n things, or (weak) of n for every rank."""
         return lambda ranks: n if weak else -(-n // ranks)
 
-    batch, blocks, data = each(128 if weak else 1024), each(1 if weak else 64), each(10_000)
+    batch = each(128 if weak else 1024)
+    blocks = each(1 if weak else 64)
+    data = each(10_000)
     subset, block = each(128 if weak else 1024), (lambda r: 128 * r) if weak else (lambda r: 1024)
     product = 2 * p * seconds["flop"]  # of a row with another
     return {

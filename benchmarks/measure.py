@@ -95,10 +95,8 @@ def setup(case: Case) -> Setup:
         for module in model.modules():
             for p in module.parameters(recurse=False):
                 p.requires_grad_(isinstance(module, nn.Conv2d | nn.Linear))
-    x, y = (
-        torch.randn(case.subset, *SHAPES[case.model]),
-        torch.randint(case.classes, (case.subset,)),
-    )
+    x = torch.randn(case.subset, *SHAPES[case.model])
+    y = torch.randint(case.classes, (case.subset,))
     augment = AffineAugmentation(case.copies, init=0.1) if case.copies else None
     ml = MarginalLikelihood(
         model,

@@ -30,7 +30,10 @@ def naive(case: Case) -> Callable[[], object]:
     everything.
     """
     s = setup(case)
-    prior, augment, c, n = s.ml.prior, s.ml.augment, case.classes, case.subset
+    prior = s.ml.prior
+    augment = s.ml.augment
+    c = case.classes
+    n = case.subset
     weights = {name: w.detach() for name, w in s.ml.weights.items()}
 
     def outputs(w: dict[str, Tensor], copies: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ from ntkmarglik.programs.paper.figures.style import COLOURS, sheet
 from ntkmarglik.runs.records import write
 
 HERE = Path(__file__).parent.parent / "illustrations"
-N_DATA, N_TEST, STEPS = 20, 200, 1500
+N_DATA = 20
+N_TEST = 200
+STEPS = 1500
 COLUMNS = (
     "objective",
     "lengthscale",
@@ -161,7 +163,9 @@ class Fit:
 
     def row(self) -> dict[str, float | str | None]:
         """One line of the table."""
-        phi, y, q = self.phi(self.problem.x), self.problem.y, self.posterior()
+        phi = self.phi(self.problem.x)
+        y = self.problem.y
+        q = self.posterior()
         grid = grid_inputs()
         own = isotropic_posterior(phi, y, self.s2, 1.0)
         return {

@@ -131,7 +131,8 @@ class SharedLoss:
     """
 
     def __init__(self, problem: Problem, method: Method, ranks: Ranks):
-        self.problem, self.ranks = problem, ranks
+        self.problem = problem
+        self.ranks = ranks
         module = _Loss(problem.model, method)
         self._parallel = DistributedDataParallel(module)
 
@@ -150,7 +151,8 @@ class _Loss(nn.Module):
 
     def __init__(self, model: nn.Module, method: Method):
         super().__init__()
-        self.model, self.besides = model, nn.ParameterList(method.parameters_of_loss())
+        self.model = model
+        self.besides = nn.ParameterList(method.parameters_of_loss())
         self._method = method
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

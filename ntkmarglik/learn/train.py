@@ -35,7 +35,8 @@ class Trainer:
     """One run of one method; call `run`."""
 
     def __init__(self, problem: Problem, method: Method):
-        self.problem, self.method = problem, method
+        self.problem = problem
+        self.method = method
         self.training = problem.config.training
         self.ranks = problem.ranks
         self.loss = method.loss if self.ranks is None else SharedLoss(problem, method, self.ranks)
@@ -266,7 +267,9 @@ class Trainer:
         """Take up a run where its checkpoint left it."""
         self.problem.config.refuse_other(state["settings"])
         problem = self.problem
-        self.epoch, self.steps, self.seconds = state["epoch"], state["steps"], state["seconds"]
+        self.epoch = state["epoch"]
+        self.steps = state["steps"]
+        self.seconds = state["seconds"]
         problem.model.load_state_dict(state["model"])
         problem.prior.load_state_dict(state["prior"])
         self.weights.load_state_dict(state["weight_optimizer"])

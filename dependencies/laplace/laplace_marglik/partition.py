@@ -72,7 +72,8 @@ class Partition:
         columns: str = "shared",
         generator: torch.Generator | None = None,
     ):
-        self.n_data, self.n_outputs = n_data, n_outputs
+        self.n_data = n_data
+        self.n_outputs = n_outputs
         self.subset = _within("subset", subset, n_data, "data points")
         self.outputs = _within("outputs", outputs, n_outputs, "outputs")
         if columns not in ("shared", "iid"):

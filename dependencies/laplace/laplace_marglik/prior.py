@@ -18,20 +18,25 @@ Structure = Literal["scalar", "layerwise", "diagonal"]
 
 
 class GaussianPrior(nn.Module):
-    """w ~ N(mean, Sigma / precision), the precision shared within groups of weights; Sigma = I
-    unless given.
+    """w ~ N(mean, Sigma / precision), the precision shared within groups of weights.
 
-    Groups: "scalar" (one for all), "layerwise" (one per parameter tensor), "diagonal" (one per
-    element), or a mapping from name patterns to group names, the first pattern that fits deciding
-    ({"head.*": "head", "*": "body"}). `log_precision` [G] is the parameter to learn, groups in the
-    order of `model.named_parameters()`.
+    `log_precision` [G] is the parameter to learn, groups in the order of
+    `model.named_parameters()`. Sigma = I unless a covariance is given.
 
-    precision: initial value, one for all, or by group name. groups: in place of a structure, one
-    group for each name pattern with its initial precision (None: `precision`); every weight must
-    fit exactly one ({"backbone.*": 1.0, "head.*": None}). mean: a number, a mapping from parameter
-    names to tensors (others zero), or "current" for the weights as they are now (L2-SP).
-    covariance: Sigma of some groups by name, as of pretrained weights; for variational objectives
-    only. hyper: name patterns of parameters that are not weights.
+    Args:
+        model: whose parameters that require grad are the weights.
+        structure: "scalar" (one group), "layerwise" (one per parameter tensor), "diagonal" (one per
+            element), or a mapping from name patterns to group names, of which the first that fits
+            decides: {"head.*": "head", "*": "body"}.
+        precision: initial value, one for all, or by group name.
+        groups: in place of a structure, one group for each name pattern with its initial precision
+            (None: `precision`); every weight must fit exactly one:
+            {"backbone.*": 1.0, "head.*": None}.
+        mean: a number, a mapping from parameter names to tensors (others zero), or "current" for
+            the weights as they are now (L2-SP).
+        covariance: Sigma of some groups by name, as of pretrained weights; for variational
+            objectives only.
+        hyper: name patterns of parameters that are not weights.
     """
 
     log_precision: nn.Parameter

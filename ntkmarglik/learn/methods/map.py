@@ -56,7 +56,9 @@ class Map(Method):
 
         use: what to do with one that is computed here, while it has its graph.
         """
-        data, generator, found = self.problem.data, self.problem.generator, {}
+        data = self.problem.data
+        generator = self.problem.generator
+        found = {}
         ranks = None if self.ml.ranks is not None else self.problem.ranks
         for number in range(count):
             block, before = partition.sample(), generator.get_state()

@@ -165,7 +165,9 @@ class Sampled(SampledScore):
         """All passes of all samples, twice for the mode and the first solution, from one product on
         one batch.
         """
-        posterior, batches, sampling = self.posterior, self.batches(), self.problem.config.sampling
+        posterior = self.posterior
+        batches = self.batches()
+        sampling = self.problem.config.sampling
         system = posterior.system(batches)
         z = torch.randn(1, posterior.layout.size, generator=self.problem.generator).to(
             batches[0][0]

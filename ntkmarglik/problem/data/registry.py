@@ -53,13 +53,19 @@ def load(
     std: tuple[float, ...]
     if base == "digits":
         train, test = read_digits()
-        scale, mean, std, n_classes = float(PIXEL_MAX), (), (), 10
+        scale = float(PIXEL_MAX)
+        mean = ()
+        std = ()
+        n_classes = 10
     else:
         source = SOURCES[base]
         train, test = (
             read_split(source, split, Path(root) / source.folder) for split in ("train", "test")
         )
-        scale, mean, std, n_classes = 255.0, source.mean, source.std, source.n_classes
+        scale = 255.0
+        mean = source.mean
+        std = source.std
+        n_classes = source.n_classes
     available = len(train[1])
     if not 0 <= n_data <= available:
         raise NtkMarglikError(

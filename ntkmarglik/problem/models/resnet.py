@@ -16,13 +16,13 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.stride = stride
         self.n_new = width - n_in
-        self.bias1a, self.conv1, self.bias1b = Bias(), conv(n_in, width, 3, stride), Bias()
-        self.bias2a, self.conv2, self.scale, self.bias2b = (
-            Bias(),
-            conv(width, width, 3),
-            Scale(),
-            Bias(),
-        )
+        self.bias1a = Bias()
+        self.conv1 = conv(n_in, width, 3, stride)
+        self.bias1b = Bias()
+        self.bias2a = Bias()
+        self.conv2 = conv(width, width, 3)
+        self.scale = Scale()
+        self.bias2b = Bias()
         init_branch_([self.conv1, self.conv2], n_blocks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,14 +44,16 @@ class Bottleneck(nn.Module):
     def __init__(self, n_in: int, width: int, stride: int, n_blocks: int) -> None:
         super().__init__()
         n_out = self.expansion * width
-        self.bias1a, self.conv1, self.bias1b = Bias(), conv(n_in, width, 1), Bias()
-        self.bias2a, self.conv2, self.bias2b = Bias(), conv(width, width, 3, stride), Bias()
-        self.bias3a, self.conv3, self.scale, self.bias3b = (
-            Bias(),
-            conv(width, n_out, 1),
-            Scale(),
-            Bias(),
-        )
+        self.bias1a = Bias()
+        self.conv1 = conv(n_in, width, 1)
+        self.bias1b = Bias()
+        self.bias2a = Bias()
+        self.conv2 = conv(width, width, 3, stride)
+        self.bias2b = Bias()
+        self.bias3a = Bias()
+        self.conv3 = conv(width, n_out, 1)
+        self.scale = Scale()
+        self.bias3b = Bias()
         init_branch_([self.conv1, self.conv2, self.conv3], n_blocks)
         self.shortcut: nn.Conv2d | None = None
         if stride > 1 or n_in != n_out:
@@ -78,9 +80,11 @@ class FixupResNet(nn.Module):
         self, stem: nn.Conv2d, stages: nn.Sequential, n_features: int, n_classes: int
     ) -> None:
         super().__init__()
-        self.stem, self.stem_bias = stem, Bias()
+        self.stem = stem
+        self.stem_bias = Bias()
         self.stages = stages
-        self.head_bias, self.head = Bias(), zero_linear(n_features, n_classes)
+        self.head_bias = Bias()
+        self.head = zero_linear(n_features, n_classes)
         init_conv_(self.stem)
 
     def forward(self, x: Tensor) -> Tensor:

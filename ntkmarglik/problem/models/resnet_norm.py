@@ -29,8 +29,10 @@ class NormBlock(nn.Module):
 
     def __init__(self, n_in: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = conv(n_in, width, 3, stride), group_norm(width)
-        self.conv2, self.norm2 = conv(width, width, 3), group_norm(width)
+        self.conv1 = conv(n_in, width, 3, stride)
+        self.norm1 = group_norm(width)
+        self.conv2 = conv(width, width, 3)
+        self.norm2 = group_norm(width)
         self.shortcut = nn.Sequential()
         if stride > 1 or n_in != width:
             self.shortcut = nn.Sequential(conv(n_in, width, 1, stride), group_norm(width))
@@ -47,7 +49,8 @@ class NormResNet(nn.Module):
 
     def __init__(self, n_channels: int, n_classes: int, n: int, width: int) -> None:
         super().__init__()
-        self.stem, self.norm = conv(n_channels, width, 3), group_norm(width)
+        self.stem = conv(n_channels, width, 3)
+        self.norm = group_norm(width)
         blocks, n_in = [], width
         for stage in range(4):
             for i in range(n):

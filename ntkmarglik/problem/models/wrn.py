@@ -16,13 +16,13 @@ class WideBlock(nn.Module):
 
     def __init__(self, n_in: int, width: int, stride: int, n_blocks: int) -> None:
         super().__init__()
-        self.bias1a, self.conv1, self.bias1b = Bias(), conv(n_in, width, 3, stride), Bias()
-        self.bias2a, self.conv2, self.scale, self.bias2b = (
-            Bias(),
-            conv(width, width, 3),
-            Scale(),
-            Bias(),
-        )
+        self.bias1a = Bias()
+        self.conv1 = conv(n_in, width, 3, stride)
+        self.bias1b = Bias()
+        self.bias2a = Bias()
+        self.conv2 = conv(width, width, 3)
+        self.scale = Scale()
+        self.bias2b = Bias()
         init_branch_([self.conv1, self.conv2], n_blocks)
         self.shortcut: nn.Conv2d | None = None
         if stride > 1 or n_in != width:
@@ -45,7 +45,8 @@ class WideResNet(nn.Module):
 
     def __init__(self, n_channels: int, n_classes: int, widen: int) -> None:
         super().__init__()
-        self.stem, self.stem_bias = conv(n_channels, 16, 3), Bias()
+        self.stem = conv(n_channels, 16, 3)
+        self.stem_bias = Bias()
         init_conv_(self.stem)
         blocks, n_in = [], 16
         for stage in range(3):
@@ -56,7 +57,8 @@ class WideResNet(nn.Module):
                 )
                 n_in = width
         self.stages = nn.Sequential(*blocks)
-        self.head_bias, self.head = Bias(), zero_linear(n_in, n_classes)
+        self.head_bias = Bias()
+        self.head = zero_linear(n_in, n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stages(self.stem_bias(self.stem(x)))

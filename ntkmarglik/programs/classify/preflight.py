@@ -41,7 +41,9 @@ class Sizes:
 
 def check_settings(config: Config) -> None:
     """Refuse what is wrong whatever the data."""
-    hyper, training, run = config.hyperparameters, config.training, config.run
+    hyper = config.hyperparameters
+    training = config.training
+    run = config.run
     positive = {
         "epochs": training.epochs,
         "batch_size": training.batch_size,

@@ -175,11 +175,9 @@ def train(
     by_first(ranks, opened, "opening the run folder")
     summary = {}
     try:
-        total, initial, quiet = (
-            trainer.training.epochs,
-            trainer.epoch,
-            rank() > 0 or not sys.stderr.isatty(),
-        )
+        total = trainer.training.epochs
+        initial = trainer.epoch
+        quiet = rank() > 0 or not sys.stderr.isatty()
         with tqdm(total=total, initial=initial, desc=label, unit="epoch", disable=quiet) as bar:
             trainer.run(folder, _progress(bar))
         summary = summarise(trainer)

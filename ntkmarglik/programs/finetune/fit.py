@@ -30,7 +30,10 @@ class Fit:
         config: FinetuneConfig,
         number: int,
     ):
-        self.model, self.candidate, self.part, self.config = model, candidate, part, config
+        self.model = model
+        self.candidate = candidate
+        self.part = part
+        self.config = config
         n, device = len(part), part.y.device
         prior = l2_sp(model, candidate.backbone_decay * n, candidate.head_decay * n)
         seed = 1000 * config.run.seed + number
@@ -127,7 +130,9 @@ class Fit:
         self.objective.restore(state["objective"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.batches.set_state(state["batches"])
-        self._order, self.losses, self.step = state["order"], state["losses"], state["step"]
+        self._order = state["order"]
+        self.losses = state["losses"]
+        self.step = state["step"]
         (torch.cuda.set_rng_state if self.part.y.device.type == "cuda" else torch.set_rng_state)(
             state["dropout"]
         )

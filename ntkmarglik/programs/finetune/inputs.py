@@ -25,7 +25,9 @@ class Part:
     """Some examples, as inputs of a network and labels, on its device."""
 
     def __init__(self, examples: Examples, prepare: Prepare, device: torch.device):
-        self._examples, self._prepare, self._device = examples, prepare, device
+        self._examples = examples
+        self._prepare = prepare
+        self._device = device
         self.y = torch.from_numpy(examples.labels).to(device)
         self._inputs: Inputs | None = self._all() if self._fit_in_memory() else None
 
@@ -35,11 +37,9 @@ class Part:
     def chosen(self, index: np.ndarray) -> Part:
         """Some of these examples."""
         part = object.__new__(Part)
-        part._examples, part._prepare, part._device = (
-            self._examples.chosen(index),
-            self._prepare,
-            self._device,
-        )
+        part._examples = self._examples.chosen(index)
+        part._prepare = self._prepare
+        part._device = self._device
         own = torch.from_numpy(index)
         part.y = self.y[own.to(self._device)]
         part._inputs = None if self._inputs is None else map_inputs(lambda t: t[own], self._inputs)

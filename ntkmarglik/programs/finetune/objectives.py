@@ -36,13 +36,11 @@ class Objective(ABC):
         search: Search,
         generator: torch.Generator,
     ):
-        self.model, self.prior, self.n_data, self.search, self.generator = (
-            model,
-            prior,
-            n_data,
-            search,
-            generator,
-        )
+        self.model = model
+        self.prior = prior
+        self.n_data = n_data
+        self.search = search
+        self.generator = generator
 
     def parameters(self) -> list[nn.Parameter]:
         """What is trained by the loss besides the weights."""

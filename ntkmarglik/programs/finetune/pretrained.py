@@ -122,7 +122,8 @@ class Preparation:
         part = "tokenizer" if text else "image processor"
         with _explained(checkpoint, part), _quiet():
             self.processor = kind.from_pretrained(checkpoint)
-        self._text, self._max_length = text, max_length
+        self._text = text
+        self._max_length = max_length
 
     def __call__(self, examples: Examples, index: np.ndarray) -> Inputs:
         """Pixels of the chosen examples, or their tokens padded to the longest text."""

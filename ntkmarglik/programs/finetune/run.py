@@ -146,7 +146,10 @@ def summarise(transfer: Transfer) -> Metrics:
 
 def check(config: FinetuneConfig) -> None:
     """Refuse what is wrong whatever the data."""
-    search, task, training, run = config.search, config.task, config.training, config.run
+    search = config.search
+    task = config.task
+    training = config.training
+    run = config.run
     positive = {
         "steps": training.steps,
         "batch_size": training.batch_size,

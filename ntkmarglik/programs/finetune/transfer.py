@@ -31,10 +31,13 @@ class Transfer:
     """
 
     def __init__(self, config: FinetuneConfig, model: Classifier, data: Data):
-        self.config, self.model, self.data = config, model, data
+        self.config = config
+        self.model = model
+        self.data = data
         self.plan = PLANS[config.search.method]
         self.n_fits = self.plan.n_fits(config.search)
-        self.rest, self.held_out = data.train, data.train
+        self.rest = data.train
+        self.held_out = data.train
         if self.plan.holds_out:
             self.rest, self.held_out = data.halves(
                 config.search.held_out, SPLIT_SEED + config.run.seed
@@ -178,7 +181,9 @@ class Transfer:
             Result(Candidate(**{k: v for k, v in r.items() if k != "score"}), r["score"])
             for r in state["done"]
         ]
-        self.chosen, self.steps, self.seconds = state["chosen"], state["steps"], state["seconds"]
+        self.chosen = state["chosen"]
+        self.steps = state["steps"]
+        self.seconds = state["seconds"]
         if state["fit"] is not None:
             self.fit = self._fit(Candidate(**state["fit"]["candidate"]))
             self.fit.restore(state["fit"])

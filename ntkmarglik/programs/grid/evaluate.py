@@ -94,7 +94,9 @@ class Evaluator:
     """
 
     def __init__(self, reference: Reference, config: GridConfig, *, share: bool):
-        self.reference, self.config, self.share = reference, config, share
+        self.reference = reference
+        self.config = config
+        self.share = share
         self._kernel: tuple[float | None, Kernel] | None = None  # and the value it belongs to
 
     def __call__(self, bound: Bound, values: list[float]) -> list[Evidence]:

@@ -60,7 +60,8 @@ class Board:
     """Shows a sweep until it is left."""
 
     def __init__(self, sweep: Sweep, console: Console | None = None):
-        self.sweep, self.console = sweep, console or Console()
+        self.sweep = sweep
+        self.console = console or Console()
         self._live = (
             Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         )

@@ -203,7 +203,8 @@ class Slurm:
     name = "slurm"
 
     def __init__(self, limit: int, *, together: bool = False, threads: int = 1, **parameters: Any):
-        self.limit, self.together = limit, together
+        self.limit = limit
+        self.together = together
         setup = [
             f"export {name}={shlex.quote(value)}" for name, value in environment(threads).items()
         ]

@@ -64,7 +64,9 @@ class Sweep:
     """
 
     def __init__(self, tasks: Sequence[Task], executor: Executor, folder: Path, retries: int):
-        self.executor, self.folder, self.retries = executor, folder, retries
+        self.executor = executor
+        self.folder = folder
+        self.retries = retries
         self.entries: list[Entry] = []
         self.removed: dict[str, Ticket] = {}  # jobs of lines that are no longer in the file
         last: dict[Path, Entry] = {}
@@ -145,10 +147,8 @@ class Sweep:
             if entry.status != "queued" or entry.ticket is not None:
                 continue
             if entry.before is not None and entry.before.status == "failed":
-                entry.status, entry.note = (
-                    "failed",
-                    f"line {entry.before.task.number}, which comes first, failed",
-                )
+                entry.status = "failed"
+                entry.note = f"line {entry.before.task.number}, which comes first, failed"
                 yield f"{entry}: failed: {entry.note}"
             elif entry.before is None or entry.before.status == "done":
                 ready.append(entry)

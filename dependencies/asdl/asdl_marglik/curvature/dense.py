@@ -38,13 +38,12 @@ class _SumOverRows(Term):
         weighted: bool = False,
         double: bool = False,
     ):
-        self.names, self.sizes, self.groups, self.double = (
-            tuple(sizes),
-            sizes,
-            groups,
-            double and not keep,
-        )
-        self.keep, self.weighted = keep, keep and weighted
+        self.names = tuple(sizes)
+        self.sizes = sizes
+        self.groups = groups
+        self.double = double and not keep
+        self.keep = keep
+        self.weighted = keep and weighted
         self.kinds = ("rows",) if keep else ("sum",)
 
     @abstractmethod

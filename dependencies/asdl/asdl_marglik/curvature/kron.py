@@ -67,13 +67,11 @@ class Kron(Term):
     ):
         self.double = double  # sums in float64, whatever the network is
         self.transposed = transposed  # the weight is stored [inputs, outputs]
-        self.names, self.group, self.setting, self.n_data, self.bias = (
-            (name,),
-            group,
-            setting,
-            n_data,
-            bias,
-        )
+        self.names = (name,)
+        self.group = group
+        self.setting = setting
+        self.n_data = n_data
+        self.bias = bias
         self.kinds = ("rows" if keep_inputs else "sum", "rows" if keep_outputs else "sum")
         self.label = f"kronecker ({setting})"
         # positions of several calls are pooled before they are reduced
@@ -225,10 +223,8 @@ class Kron(Term):
         table = self._table(log_precision, outputs.shape[-1], inputs.shape[-1])
         row_effect = table.mean(2)
         column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
-        alpha, beta = (
-            self._spectrum(inputs, 0, column_effect),
-            self._spectrum(outputs, 1, row_effect),
-        )
+        alpha = self._spectrum(inputs, 0, column_effect)
+        beta = self._spectrum(outputs, 1, row_effect)
         return _log_det(alpha, beta, scale)
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:

@@ -82,7 +82,9 @@ class Chunk:
         pulls: Sequence[Request] = (),
         scratch: Scratch | None = None,
     ):
-        self.plan, self.x, self.selection = plan, x, selection
+        self.plan = plan
+        self.x = x
+        self.selection = selection
         self.scratch = scratch or Scratch()
         self.n, self.copies = tensors_of(x)[0].shape[:2]
         recorder, outputs = self._recorded()
@@ -95,7 +97,8 @@ class Chunk:
         self.seeds = selection.seeds(f).to(f.dtype)
         self.mixing = selection.weights(self.f)  # stays in the graph of the outputs
         self._inputs = [self._input(index) for index in range(len(self._uses))]
-        self._requests, self._pulls = requests, pulls
+        self._requests = requests
+        self._pulls = pulls
         self._computed: dict[int, Tensor] | None = None
         self._made: dict[tuple[int, str, str], Tensor] = {}  # in place of cotangents
         self._outputs: list[Tensor] = []  # what has received a cotangent, and the cotangents

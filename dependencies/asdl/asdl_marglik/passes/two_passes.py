@@ -75,7 +75,9 @@ class Collected(Residency):
     """
 
     def __init__(self, parts: Sequence[Term], n_data: int):
-        self._parts, self._n_data, self._count = parts, n_data, 0
+        self._parts = parts
+        self._n_data = n_data
+        self._count = 0
         self._held: list[list[Tensor]] = [[] for _ in parts]
 
     def add(self, chunk: Chunk) -> None:
@@ -264,8 +266,12 @@ class Passes:
         keep |= self.reuse and self.summary_depends_on_precision
         collected = Collected(self.parts, self.n_data)
         held: Residency = Deferred(self.parts) if self.arrangement.defer and not keep else collected
-        self.targets, self.columns, self._kept, count = [], [], {}, 0
-        self._fingerprints, self._copy_fingerprints = [], []
+        self.targets = []
+        self.columns = []
+        self._kept = {}
+        count = 0
+        self._fingerprints = []
+        self._copy_fingerprints = []
         self._checksum = checksum(self._parameters()) if again or self.reuse else None
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):

@@ -35,7 +35,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     @property
     def first(self) -> bool:

@@ -45,7 +45,8 @@ class ShardedGram(Gram):
         double: bool = False,
     ):
         super().__init__(stores, groups, packed=packed, double=double)
-        self.ranks, self.n_data = ranks, n_data
+        self.ranks = ranks
+        self.n_data = n_data
         self.own = ranks.spans(n_data)[ranks.rank]
         self._cotangents: list[list[Tensor]] = []
 
@@ -60,10 +61,8 @@ class ShardedGram(Gram):
     def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
         grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            index, inverse = (
-                self._index(store.name),
-                self._inverse(store.name, log_precision, kept[-1]),
-            )
+            index = self._index(store.name)
+            inverse = self._inverse(store.name, log_precision, kept[-1])
             gram, known = self._gram(store, kept, inverse), grams[index]
             grams[index] = gram if known is None else known.add_(gram)
         whole = torch.stack([gram for gram in grams if gram is not None])
@@ -109,10 +108,8 @@ class ShardedGram(Gram):
         """
         self._cotangents = []
         for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse, bar = (
-                self._inverse(store.name, log_precision, kept[-1]),
-                bars[0][self._index(store.name)],
-            )
+            inverse = self._inverse(store.name, log_precision, kept[-1])
+            bar = bars[0][self._index(store.name)]
             self._cotangents.append(self._back(store, kept, bar + bar.mT, inverse))
 
     def _back(

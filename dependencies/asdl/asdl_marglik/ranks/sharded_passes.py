@@ -49,12 +49,15 @@ class ShardedPasses(Passes):
     def __post_init__(self) -> None:
         self.n_all, whole = self.n_data, self.batches
         self.own = self.ranks.spans(self.n_all)[self.ranks.rank]
-        self.n_data, self.batches = self.own.stop - self.own.start, self._own(whole)
+        self.n_data = self.own.stop - self.own.start
+        self.batches = self._own(whole)
         self._everything: tuple[Tensor, Tensor] | None = None
 
     def _own(self, whole: Callable[[], Iterable[Batch]]) -> Callable[[], Iterator[Batch]]:
         def batches() -> Iterator[Batch]:
-            self.shares, self.lengths, start = [], [], 0
+            self.shares = []
+            self.lengths = []
+            start = 0
             for number, (x, y, columns) in enumerate(whole()):
                 self.lengths.append(len(y))
                 own = slice(max(self.own.start - start, 0), min(self.own.stop - start, len(y)))

@@ -65,21 +65,29 @@ T = TypeVar("T")
 
 
 class MarginalLikelihood:
-    """Estimates log q(data) from blocks of data, differentiable in every hyperparameter and never
-    in the weights.
+    """Estimates log q(data) from blocks of data, differentiable in every hyperparameter.
 
-    likelihood: "classification", "regression", a `Likelihood` or a function log_prob(f, y).
-    structure: "ntk" | "full" | "blockdiag" | "kfac" | "diag". outputs: root columns per block, None
-    for all. columns: "shared" (one draw for the block) or "iid" (one per data point). root: "paper"
-    | "fisher" | "symmetric" | "eigen". augment: module x [n, ...] -> [n, A, ...]; the network's
-    outputs are averaged over the A copies. hyper: name patterns of parameters inside the network
-    that are hyperparameters, not weights. kfac: weight-sharing setting, "expand" | "reduce".
-    blocks: block-diagonal by "module" or by "tensor". memory_budget: bytes an estimate may take
-    besides model and data; what is left of it saves recomputation (default: half of the free
-    memory, used sparingly). row_dtype: torch.float16 keeps rows of a kernel in half precision, each
-    with a scale of its own. chunk: inputs per forward pass (default: from the size of activations).
-    generator: source of columns and augmentations. ranks: processes that share every block; all are
-    given the same one.
+    The weights never get a gradient of it.
+
+    Args:
+        model: the network; its parameters that require grad are the weights.
+        likelihood: "classification", "regression", a `Likelihood`, or a function log_prob(f, y).
+        n_data: size N of the whole training set.
+        prior: of the same model, with the same `hyper`.
+        structure: "ntk" | "full" | "blockdiag" | "kfac" | "diag", or a registered one.
+        outputs: root columns K in a block; None for all.
+        columns: "shared" (one draw of columns for the block) or "iid" (one per data point).
+        root: "paper" (published; no bound for K < C) | "fisher" | "symmetric" | "eigen".
+        augment: module or function x [n, ...] -> [n, A, ...]; outputs are averaged over the copies.
+        hyper: name patterns of parameters inside the network that are hyperparameters.
+        kfac: weight-sharing setting of KFAC, "expand" | "reduce".
+        blocks: of the block-diagonal structure, by "module" or by "tensor".
+        memory_budget: bytes an estimate may take besides model and data; what is left of it saves
+            recomputation. Default: half of the free memory, used sparingly.
+        row_dtype: torch.float16 keeps rows of a kernel in half precision, each with its own scale.
+        chunk: inputs per forward pass; by default from the size of activations.
+        generator: source of columns and augmentations.
+        ranks: processes that share every block; all are given the same one.
     """
 
     def __init__(
@@ -118,27 +126,28 @@ class MarginalLikelihood:
                 checks.positive_integer(name, number)
         if memory_budget is not None and not memory_budget >= 1:
             raise MarglikError(f"memory_budget must be at least 1, got {memory_budget}")
-        self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
-        self.n_data, self.structure, self.outputs, self.columns, self.root = (
-            n_data,
-            structure,
-            outputs,
-            columns,
-            root,
-        )
-        self.augment, self.kfac, self.blocks, self.chunk = (
-            checks.as_module(augment),
-            kfac,
-            blocks,
-            chunk,
-        )
+        self.model = model
+        self.likelihood = likelihood_for(likelihood)
+        self.prior = prior
+        self.n_data = n_data
+        self.structure = structure
+        self.outputs = outputs
+        self.columns = columns
+        self.root = root
+        self.augment = checks.as_module(augment)
+        self.kfac = kfac
+        self.blocks = blocks
+        self.chunk = chunk
         if row_dtype not in (None, torch.float16):
             raise MarglikError(
                 f"row_dtype must be torch.float16, or None for the dtype of the model, got "
                 f"{row_dtype}"
             )
-        self.memory_budget, self.row_dtype, self._fast = memory_budget, row_dtype, ALL
-        self.hyper, self.ranks = tuple(hyper), ranks
+        self.memory_budget = memory_budget
+        self.row_dtype = row_dtype
+        self._fast = ALL
+        self.hyper = tuple(hyper)
+        self.ranks = ranks
         self._hyper_in_network = hyperparameters_in(model, self.hyper)
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self._plan: Plan | None = None
@@ -500,7 +509,9 @@ class MarginalLikelihood:
         passes, log_precision = block.passes, self.prior.log_precision
         self.prior.check_precision()
         self.likelihood.check_scales()
-        theta, scale, f = log_precision.double(), self.likelihood.curvature_scale(), block.f
+        theta = log_precision.double()
+        scale = self.likelihood.curvature_scale()
+        f = block.f
         if f is not None:
             log_dets = [settled(scale, theta) for settled in block.log_dets]
         else:

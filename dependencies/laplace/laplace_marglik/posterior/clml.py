@@ -78,11 +78,9 @@ def clml(
     device = next(iter(model.parameters())).device
     generator = generator or torch.Generator(device).manual_seed(torch.initial_seed())
     seeds = torch.randint(2**31, (samples,), generator=generator, device=generator.device).tolist()
-    own, sums, count = (
-        torch.Generator(generator.device),
-        torch.zeros(samples, dtype=torch.float64),
-        0,
-    )
+    own = torch.Generator(generator.device)
+    sums = torch.zeros(samples, dtype=torch.float64)
+    count = 0
     scale = likelihood.inverse_temperature.item()
     with evaluating(model):
         for x, y in checks.pairs(loader):

@@ -47,11 +47,14 @@ class DiagonalLaplace:
             raise MarglikError(f"curvature must be empirical or ggn, got {curvature!r}")
         if prior.covariance:
             raise MarglikError("curvature needs a prior of independent weights; drop covariance=")
-        self.prior, self._likelihood, self._curvature = prior, likelihood_for(likelihood), curvature
+        self.prior = prior
+        self._likelihood = likelihood_for(likelihood)
+        self._curvature = curvature
         self._weights = {name: w.detach().clone() for name, w in trainable(model, hyper).items()}
         self._squares = prior.squares(self._weights)
         self.curvature = {name: torch.zeros_like(w) for name, w in self._weights.items()}
-        self.log_likelihood, self.n_data = torch.zeros((), dtype=torch.float64), 0
+        self.log_likelihood = torch.zeros((), dtype=torch.float64)
+        self.n_data = 0
         with evaluating(model):
             for x, y in checks.pairs(loader):
                 self._add(model, x, checks.targets(y))

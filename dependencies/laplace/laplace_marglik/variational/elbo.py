@@ -53,23 +53,29 @@ class Bounds:
 
 
 class DataEmphasizedELBO:
-    """A loss that trains the means and widths of a Gaussian posterior together with the variances
-    of its prior.
+    """Trains means and widths of a Gaussian posterior together with the variances of its prior.
 
         loss(batch) = -mean_i log p(y_i | x_i, m + sigma xi) + KL(q || p) / (kappa N), xi ~ N(0, I)
 
     is -J_kappa / (kappa N) estimated with one draw of all weights. The means m are the model's
     parameters; `parameters` holds the rest.
 
-    likelihood: "classification", "regression", a `Likelihood` or a function log_prob(f, y). prior:
-    its groups share a variance, its mean may be zero (L2-zero) or the pretrained weights (L2-SP),
-    its covariance that of a pretrained Gaussian (PTYL). kappa: a number, or "auto" for D/N, which
-    is below one for a network with fewer weights than data. posterior: one sigma for all weights
-    ("scalar"), one per prior group ("group") or one per weight ("diagonal"). sigma: its initial
-    value. variance: of the prior, "optimal" for the closed form or "fixed" at the prior's own
-    precision. antithetic: average over xi and -xi, at the cost of a second pass. augment, hyper: as
-    in `MarginalLikelihood`; they are learned by this loss. generator: source of xi and of
-    augmentations; torch's own is not touched. force: allow kappa != 1 with a learned noise.
+    Args:
+        model: the network; its parameters that require grad are the weights.
+        likelihood: "classification", "regression", a `Likelihood`, or a function log_prob(f, y).
+        n_data: size N of the whole training set.
+        prior: its groups share a variance; its mean may be zero (L2-zero) or the pretrained weights
+            (L2-SP), its covariance that of a pretrained Gaussian (PTYL).
+        kappa: a number, or "auto" for D/N, which is below one if there are fewer weights than data.
+        posterior: one sigma for all weights ("scalar"), one per prior group ("group"), or one per
+            weight ("diagonal").
+        sigma: its initial value.
+        variance: of the prior, "optimal" for the closed form or "fixed" at the prior's precision.
+        antithetic: average over xi and -xi, at the cost of a second pass.
+        augment: as in `MarginalLikelihood`; learned by this loss.
+        hyper: as in `MarginalLikelihood`; learned by this loss.
+        generator: source of xi and of augmentations; torch's own is not touched.
+        force: allow kappa != 1 with a learned noise.
     """
 
     def __init__(
@@ -92,13 +98,13 @@ class DataEmphasizedELBO:
         checks.positive_integer("n_data", n_data)
         if variance not in ("optimal", "fixed"):
             raise MarglikError(f"variance must be optimal or fixed, got {variance!r}")
-        self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
-        self.n_data, self.variance, self.antithetic, self.augment = (
-            n_data,
-            variance,
-            antithetic,
-            checks.as_module(augment),
-        )
+        self.model = model
+        self.likelihood = likelihood_for(likelihood)
+        self.prior = prior
+        self.n_data = n_data
+        self.variance = variance
+        self.antithetic = antithetic
+        self.augment = checks.as_module(augment)
         self.hyper = tuple(hyper)
         self._hyper_in_network = hyperparameters_in(model, self.hyper)
         weights = self.weights

@@ -40,7 +40,10 @@ class Gram(Term):
     def __init__(
         self, stores: Sequence[Store], groups: Groups, *, packed: bool = True, double: bool = False
     ):
-        self.stores, self.groups, self.packed, self.double = stores, groups, packed, double
+        self.stores = stores
+        self.groups = groups
+        self.packed = packed
+        self.double = double
         self.names = names = tuple(store.name for store in stores)
         self.kinds = tuple("rows" for store in self.stores for _ in range(store.slots))
         self.shared = sorted({g for name in names if isinstance(g := groups[name], int)})

@@ -190,10 +190,8 @@ class Factors(Store):
         )
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
-        (patches,), (positions,) = (
-            chunk.input_factors(self.name, "all"),
-            chunk.output_factors(self.name, "all"),
-        )
+        (patches,) = chunk.input_factors(self.name, "all")
+        (positions,) = chunk.output_factors(self.name, "all")
         assert patches is not None
         return [patches.squeeze(2), positions.squeeze(3)]
 
@@ -204,7 +202,9 @@ class Factors(Store):
         (a, g), (b, h) = own, others
         inputs = a.flatten(0, 1) @ b.flatten(0, 1).mT
         outputs = g.flatten(0, 2) @ h.flatten(0, 2).mT
-        n, t, (k,) = len(a), a.shape[1], g.shape[1:2]
+        n = len(a)
+        t = a.shape[1]
+        (k,) = g.shape[1:2]
         return inputs.view(n, 1, t, len(b), 1, t), outputs.view(n, k, t, len(b), k, t)
 
     def gram(

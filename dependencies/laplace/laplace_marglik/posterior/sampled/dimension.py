@@ -59,10 +59,8 @@ class EffectiveDimension:
         if k > 1:
             error, total_error = values.std(0) / k**0.5, values.sum(1).std().item() / k**0.5
         else:
-            error, total_error = (
-                (2 * mean.clamp_min(0)).sqrt(),
-                (2 * mean.sum().clamp_min(0)).sqrt().item(),
-            )
+            error = (2 * mean.clamp_min(0)).sqrt()
+            total_error = (2 * mean.sum().clamp_min(0)).sqrt().item()
         return EffectiveDimension(mean.sum().item(), total_error, mean, error)
 
     def __repr__(self) -> str:

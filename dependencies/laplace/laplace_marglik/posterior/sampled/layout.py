@@ -22,11 +22,9 @@ class Layout:
         for name, w in weights.items():
             self.pieces[name] = slice(start, start + w.numel())
             start += w.numel()
-        self.size, self.groups, self.n_groups = (
-            start,
-            {name: groups[name] for name in weights},
-            n_groups,
-        )
+        self.size = start
+        self.groups = {name: groups[name] for name in weights}
+        self.n_groups = n_groups
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """One vector [P] of the weights' tensors."""

@@ -23,7 +23,9 @@ class Linearised:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, together: int = 1):
-        self.model, self.layout, self.together = model, layout, together
+        self.model = model
+        self.layout = layout
+        self.together = together
         self.scale: Tensor | None = None
 
     def _weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

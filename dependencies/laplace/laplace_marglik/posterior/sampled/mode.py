@@ -173,7 +173,9 @@ def newton(
     may.
     """
     system = model.system
-    outputs, error, steps = model.outputs(theta), float("inf"), 0
+    outputs = model.outputs(theta)
+    error = float("inf")
+    steps = 0
     left = settings.max_iterations
     while error > settings.tolerance and left > 0:
         steps += 1

@@ -27,25 +27,34 @@ from laplace_marglik.posterior.sampled.system import Loader, System, check_deriv
 
 
 class SampledLaplace(Samples):
-    """k samples z_j ~ N(0, H^-1) of the linearised network's posterior around its weights, H = J^T
-    Lambda J + A.
+    """k samples z_j ~ N(0, H^-1) of the linearised network's posterior, H = J^T Lambda J + A.
 
     Every product with J is a forward- or reverse-mode pass over batches: no matrix is formed.
-    Memory: at most (3 k + 2) P numbers, by count, besides a training step (k >= 5, `together` <= k
-    / 5; with `rows` as many more).
+    Memory: at most (3 k + 2) P numbers, by count, besides a training step (k >= 5, `together` at
+    most k / 5; with `rows` as many more).
 
-    likelihood: "classification", "regression", a `Likelihood` or a function log_prob(f, y).
-    samples: k. solver: "cg", "sgd", or a `ConjugateGradients` or `Sgd` with its settings. scaling:
-    "none", or "g-prior" for features divided by the root of their curvature, so that the precision
-    means the same whatever the scale of a weight; the precisions of `prior` are then those of the
-    scaled weights. exclude: name patterns of weights that stay fixed, as those of normalisation
-    layers may. offset: whether the linear model keeps the network's outputs, f + J (theta - w), or
-    is J theta. curvature: Lambda at the network's "outputs", as in the Laplace approximation, or
-    "averaged" over the outputs of the samples before. Where the network is sure of its training
-    data Lambda almost vanishes there, and samples of the former do not fit the data that the
-    network fits; those of the latter do. It keeps k N C outputs. together: samples in one
-    vectorised pass; more is faster for small networks and needs the activations of as many. ranks:
-    processes that share every batch; all are given the same loader and hold all samples.
+    Args:
+        model: the network, around whose weights the samples are.
+        likelihood: "classification", "regression", a `Likelihood`, or a function log_prob(f, y).
+        n_data: size N of the whole training set.
+        prior: of the same model.
+        samples: k.
+        solver: "cg", "sgd", or a `ConjugateGradients` or `Sgd` with its settings.
+        scaling: "none", or "g-prior" for features divided by the root of their curvature, so that
+            the precision means the same whatever the scale of a weight; the precisions of `prior`
+            are then those of the scaled weights.
+        exclude: name patterns of weights that stay fixed, as those of normalisation layers may.
+        hyper: name patterns of parameters that are not weights.
+        curvature: Lambda at the network's "outputs", as in the Laplace approximation, or "averaged"
+            over the outputs of the samples before. Where the network is sure of its training data
+            Lambda almost vanishes, and samples of the former do not fit the data that the network
+            fits; those of the latter do. It keeps k N C outputs.
+        offset: whether the linear model keeps the network's outputs, f + J (theta - w), or is
+            J theta.
+        together: samples in one vectorised pass; more is faster for small networks and needs the
+            activations of as many.
+        generator: source of the samples' noise.
+        ranks: processes that share every batch; all are given the same loader and hold all samples.
     """
 
     # --------------------------------------------------------------------------- prior and evidence
@@ -83,10 +92,8 @@ class SampledLaplace(Samples):
         """MacKay's step; a group of small effective dimension is measured by what the data pull
         at.
         """
-        estimate, counts = (
-            self.effective_dimension(space).groups,
-            self.layout.counts.to(self._like.device),
-        )
+        estimate = self.effective_dimension(space).groups
+        counts = self.layout.counts.to(self._like.device)
         solved, squares = self._results, model.squares(self.mode)
         weight, pull = solved.weight.mean(0), solved.pull.mean(0)
         gamma = estimate
@@ -142,10 +149,8 @@ class SampledLaplace(Samples):
             log_likelihoods = model.log_likelihoods(
                 outputs, self._samples
             ) + 0.5 * self._results.function.sum(1)
-        log_likelihood, scatter = (
-            log_likelihoods.mean(),
-            (system.precision * model.squares(theta)).sum(),
-        )
+        log_likelihood = log_likelihoods.mean()
+        scatter = (system.precision * model.squares(theta)).sum()
         each, (low, high) = self._log_dets(system, rungs_)
         known = (log_likelihood - 0.5 * scatter).item()
         totals = log_likelihoods.cpu() - 0.5 * each

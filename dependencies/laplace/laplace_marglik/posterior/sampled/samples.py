@@ -69,14 +69,14 @@ class Samples:
             raise MarglikError(f"scaling must be none or g-prior, got {scaling!r}")
         if curvature not in ("outputs", "averaged"):
             raise MarglikError(f"curvature must be outputs or averaged, got {curvature!r}")
-        self.model, self.likelihood, self.prior = model, likelihood_for(likelihood), prior
-        self.n_data, self.samples, self.solver, self.scaling, self.offset = (
-            n_data,
-            samples,
-            solver_for(solver),
-            scaling,
-            offset,
-        )
+        self.model = model
+        self.likelihood = likelihood_for(likelihood)
+        self.prior = prior
+        self.n_data = n_data
+        self.samples = samples
+        self.solver = solver_for(solver)
+        self.scaling = scaling
+        self.offset = offset
         self.averaged = curvature == "averaged"
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self.ranks = ranks
@@ -218,7 +218,9 @@ class Samples:
             )
             self._fingerprint = None
             z[group.start : group.stop] = own
-        self._mode, self._solved, self._fingerprint = mode, Solved.all(parts), self._present()
+        self._mode = mode
+        self._solved = Solved.all(parts)
+        self._fingerprint = self._present()
 
     def _solve_mode(self, system: System) -> Mode:
         model = LinearModel(system, self.offset)
@@ -333,7 +335,9 @@ class Samples:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a stored state; `refit(loader)` completes it."""
-        z, mode, device = state["samples"], state["mode"], self._like.device
+        z = state["samples"]
+        mode = state["mode"]
+        device = self._like.device
         if z is not None and z.shape != (self.samples, self.layout.size):
             raise MarglikError(
                 f"expected {self.samples} samples of {self.layout.size} weights, got a state of "
@@ -343,7 +347,9 @@ class Samples:
         self._z = None if z is None else z.to(device)
         self._mode = None if mode is None else Mode(mode.to(device), 0, float("inf"))
         self.linear.scale = None if state["scale"] is None else state["scale"].to(device)
-        self._seed, self._fingerprint, self._solved = state["seed"], None, None
+        self._seed = state["seed"]
+        self._fingerprint = None
+        self._solved = None
 
     def _present(self) -> Tensor:
         """A fingerprint of everything that the samples depend on besides the data."""

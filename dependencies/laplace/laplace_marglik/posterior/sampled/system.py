@@ -283,7 +283,9 @@ class System:
 
     def data_noise(self, like: Tensor) -> Tensor:
         """u [k, P]: one pass over the data."""
-        u, count, seen = torch.zeros(self.samples, self.layout.size).to(like), 0, Seen(self)
+        u = torch.zeros(self.samples, self.layout.size).to(like)
+        count = 0
+        seen = Seen(self)
 
         def noise(batch: Portion, f: Tensor) -> Tensor:
             seen.add(batch, f)
