@@ -17,6 +17,7 @@ from asdl_marglik.ranks.ranks import Ranks, RanksError
 from asdl_marglik.ranks.sharded_passes import ShardedPasses
 from asdl_marglik.rules import Call, Rule, register
 from asdl_marglik.watch.model import (
+    ONE_AT_A_TIME,
     check_finite,
     check_weights,
     checksum,
@@ -38,6 +39,7 @@ from asdl_marglik.watch.planner import make_plan
 
 __all__ = [
     "ALL",
+    "ONE_AT_A_TIME",
     "STRUCTURES",
     "Arrangement",
     "Batch",

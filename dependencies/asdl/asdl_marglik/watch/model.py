@@ -20,9 +20,9 @@ Inputs = Any  # a tensor or a mapping of tensors, each with a leading batch axis
 PIECE = 2**16  # numbers whose bits are added up at once
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of as many bytes
 
-# Modes of modules and the global random state belong to the process: estimates in several threads
-# take turns.
-_ONE_AT_A_TIME = threading.RLock()
+# Modes of modules, the global random state and, while some of them are replaced, a model's
+# parameters belong to the process: estimates in several threads take turns.
+ONE_AT_A_TIME = threading.RLock()
 
 
 def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
@@ -93,7 +93,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     off, so that numbers have the precision of the weights. Other threads wait; one that trains the
     model meanwhile is not noticed.
     """
-    with _ONE_AT_A_TIME:
+    with ONE_AT_A_TIME:
         training = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
@@ -171,7 +171,7 @@ def check_hooks(model: nn.Module) -> None:
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """The global random state set to `seed` inside and restored afterwards; other threads wait."""
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed_all(seed, device)
         yield
 

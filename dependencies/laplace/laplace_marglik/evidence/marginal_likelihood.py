@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from asdl_marglik import (
     ALL,
+    ONE_AT_A_TIME,
     STRUCTURES,
     Arrangement,
     Passes,
@@ -266,7 +267,7 @@ class MarginalLikelihood:
         checks.outside_inference_mode()
         start = self.generator.get_state()
         replanned = False
-        with full_precision(self.model):
+        with ONE_AT_A_TIME, full_precision(self.model):
             while True:
                 try:
                     return compute()
@@ -500,7 +501,7 @@ class MarginalLikelihood:
         self.in_double, present = True, self.generator.get_state()
         try:
             self.generator.set_state(start)  # the same columns and random draws
-            with full_precision(self.model):
+            with ONE_AT_A_TIME, full_precision(self.model):
                 return self._settled(prepare())
         finally:
             self.generator.set_state(present)
