@@ -1,6 +1,5 @@
 """A problem whose posterior is known in closed form, by dense matrices."""
 
-import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jacrev
@@ -76,11 +75,6 @@ class Exact:
             generator=generator,
             **options,
         )
-
-
-@pytest.fixture(params=["classification", "regression"])
-def exact(request):
-    return Exact(request.param)
 
 
 def log_evidence(exact, log_precision):

@@ -16,6 +16,11 @@ from laplace_marglik.posterior.sampled.precondition import RowPreconditioner, ro
 # ------------------------------------------------------------------------------------------ samples
 
 
+@pytest.fixture(params=["classification", "regression"])
+def exact(request):
+    return Exact(request.param)
+
+
 def test_products_are_those_of_the_matrices(exact):
     posterior = exact.sampled(together=2)
     system, z = posterior.system(exact.loader), torch.randn(5, len(exact.w), dtype=torch.float64)
