@@ -223,8 +223,8 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
     arguments = parser.parse_args()
     print(
-        f"{'estimator':<50} {'units':>6} {'target':>6} {'MB':>6} {'target MB':>9}  {'verdict':<26} "
-        f"unit"
+        f"{'estimator':<50} {'units':>6} {'target':>6} {'MB':>6} {'target MB':>9}  "
+        f"{'verdict':<26} unit"
     )
     found = []
     for row in rows(arguments.only, not arguments.no_memory):

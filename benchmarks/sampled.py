@@ -260,10 +260,8 @@ def memory(samples: int = 8) -> str:
     peak, size = _alive(learning), posterior.layout.size
     return (
         f"P = {size:,}, k = {samples}: tensors of {peak / 1e6:.0f} MB = {peak / (4 * size):.1f} P "
-        f"numbers; (3 k + 2) P "
-        f"is {4 * (3 * samples + 2) * size / 1e6:.0f} MB, a training step {step / 1e6:.0f} MB; "
-        f"resident memory rose by "
-        f"{resident / 1e6:.0f} MB"
+        f"numbers; (3 k + 2) P is {4 * (3 * samples + 2) * size / 1e6:.0f} MB, a training step "
+        f"{step / 1e6:.0f} MB; resident memory rose by {resident / 1e6:.0f} MB"
     )
 
 

@@ -140,17 +140,17 @@ def launch(given: argparse.Namespace) -> bool:
             if given.stop:
                 print(
                     f"{sweep.stop()} jobs are told to stop; their runs continue when the file is "
-                    f"launched again"
+                    "launched again"
                 )
                 return True
             print(
                 f"{given.table}: {heading(sweep)}; {sweep.submitted} jobs from before. Ctrl-C "
-                f"leaves jobs running.",
+                "leaves jobs running.",
                 flush=True,
             )
             for command in sweep.removed:
                 print(
-                    f"warning: a job of a line that is no longer in the file goes on (--stop ends "
+                    "warning: a job of a line that is no longer in the file goes on (--stop ends "
                     f"it): {command}"
                 )
             with Board(sweep) as board:

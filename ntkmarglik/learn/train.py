@@ -158,9 +158,9 @@ class Trainer:
         mean_loss = total.item() / data.n_data
         if not math.isfinite(mean_loss):
             raise NtkMarglikError(
-                f"The training loss became {mean_loss} in epoch {self.epoch}; the run folder holds "
-                f"the metrics up to "
-                f"epoch {self.epoch - 1}. A smaller --lr (now {training.lr:g}) usually helps."
+                f"The training loss became {mean_loss} in epoch {self.epoch}; the run folder "
+                f"holds the metrics up to epoch {self.epoch - 1}. A smaller --lr (now "
+                f"{training.lr:g}) usually helps."
             )
         return {
             "loss": mean_loss,
@@ -224,8 +224,7 @@ class Trainer:
                 )
             raise NtkMarglikError(
                 f"The evidence or the prior became infinite or NaN in epoch {self.epoch}; the run "
-                f"folder holds the "
-                f"metrics up to epoch {self.epoch - 1}. {advice}"
+                f"folder holds the metrics up to epoch {self.epoch - 1}. {advice}"
             )
 
     def evaluate(self, split: str) -> dict[str, float]:

@@ -48,13 +48,11 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file can fail in any way
         raise NtkMarglikError(
             f"{path} cannot be read as a checkpoint ({type(error).__name__}): it is damaged or of "
-            f"another program. "
-            "Nothing was changed; start again in another folder with --out."
+            "another program. Nothing was changed; start again in another folder with --out."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise NtkMarglikError(
             f"{path} is not a checkpoint of this program (format {FORMAT}). Nothing was changed; "
-            f"start again in "
-            "another folder with --out."
+            "start again in another folder with --out."
         )
     return state

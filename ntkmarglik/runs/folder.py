@@ -44,7 +44,7 @@ class RunFolder:
         if not resume and holds_run(path):
             raise NtkMarglikError(
                 f"{path} already holds a run; continue it with --resume, or choose another folder "
-                f"with --out."
+                "with --out."
             )
         _made(path, new=False)
         self._warned: set[str] = set()

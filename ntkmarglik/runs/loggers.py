@@ -87,8 +87,8 @@ class Mirrors:
                 send(mirror)
             except Exception as error:  # whatever a tracking service raises
                 _warn(
-                    f"{type(mirror).__name__} failed and is switched off ({error}); the run folder "
-                    f"has everything"
+                    f"{type(mirror).__name__} failed and is switched off ({error}); the run "
+                    "folder has everything"
                 )
                 self._open.remove(mirror)
 

@@ -13,11 +13,9 @@ from ntkmarglik.programs.classify.config import parse
 
 # 47 = 23 + 23 + 1: uneven parts, one of them empty; three blocks on two ranks are two and one
 TINY = shlex.split(
-    "--model mlp --width 6 --n-data 47 --subset 16 --outputs 2 --epochs 2 --burnin 1 --frequency 1 "
-    "--prior-steps 2 "
-    "--aug-steps 1 --aug-samples 2 --batch-size 23 --precision float64 --samples 2 --solver-passes "
-    "4 --ladder 2 "
-    "--blocks-per-step 3 --lr 1e-3 --no-baseline"
+    "--model mlp --width 6 --n-data 47 --subset 16 --outputs 2 --epochs 2 --burnin 1 --frequency "
+    "1 --prior-steps 2 --aug-steps 1 --aug-samples 2 --batch-size 23 --precision float64 "
+    "--samples 2 --solver-passes 4 --ladder 2 --blocks-per-step 3 --lr 1e-3 --no-baseline"
 )
 RUNS = {
     "map": "--method map",

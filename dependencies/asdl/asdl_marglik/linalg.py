@@ -47,9 +47,8 @@ def log_det_factor(identity_plus: Tensor, *, coarse: bool = False) -> tuple[Tens
         raise PrecisionLost
     warnings.warn(
         "rounding moves eigenvalues of the curvature by more than the prior's precision, so that "
-        "its log-determinant "
-        "is known to few digits only; use a larger prior precision or noise, or a network in "
-        "float64",
+        "its log-determinant is known to few digits only; use a larger prior precision or noise, "
+        "or a network in float64",
         RuntimeWarning,
         stacklevel=2,
     )

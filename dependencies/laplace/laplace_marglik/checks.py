@@ -42,8 +42,7 @@ def outside_inference_mode() -> None:
     if torch.is_inference_mode_enabled():
         raise MarglikError(
             "the evidence is made of derivatives, which torch.inference_mode() forbids; call it "
-            "outside, or under "
-            "torch.no_grad() where no gradients are wanted"
+            "outside, or under torch.no_grad() where no gradients are wanted"
         )
 
 
@@ -70,9 +69,9 @@ def pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
             found = f"with the keys {list(batch)}" if isinstance(batch, Mapping) else ""
             found = f"of {len(batch)} entries" if isinstance(batch, (tuple, list)) else found
             raise MarglikError(
-                f"every batch of the loader must be a pair (inputs, targets), got a "
-                f"{type(batch).__name__} {found}; "
-                "wrap the loader in an object whose __iter__ gives such pairs"
+                "every batch of the loader must be a pair (inputs, targets), got a "
+                f"{type(batch).__name__} {found}; wrap the loader in an object whose __iter__ "
+                "gives such pairs"
             )
         yield batch[0], batch[1]
 
@@ -95,6 +94,6 @@ def as_module(augment: Any) -> nn.Module | None:
     if callable(augment):
         return _Function(augment)
     raise MarglikError(
-        f"augment must be a module or a function x [n, ...] -> [n, A, ...], got "
+        "augment must be a module or a function x [n, ...] -> [n, A, ...], got "
         f"{type(augment).__name__}"
     )

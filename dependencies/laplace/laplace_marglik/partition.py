@@ -38,7 +38,7 @@ class Block:
         if n != len(self.index):
             raise MarglikError(
                 f"the block has {len(self.index)} data points but {n} were given; pass "
-                f"x[block.index]"
+                "x[block.index]"
             )
         for name, of_block, expected in (
             ("data points", self.n_data, n_data),
@@ -47,8 +47,8 @@ class Block:
             if of_block != expected:
                 raise MarglikError(
                     f"the block is of a partition of {of_block} {name}, but there are {expected}; "
-                    f"build the Partition "
-                    "with the n_data of the marginal likelihood and all outputs of the network"
+                    "build the Partition with the n_data of the marginal likelihood and all "
+                    "outputs of the network"
                 )
 
 

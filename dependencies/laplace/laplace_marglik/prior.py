@@ -89,23 +89,20 @@ class GaussianPrior(nn.Module):
         both = [name for name in hyper if name in self.groups]
         if both:
             raise MarglikError(
-                f"{both[0]!r} is a hyperparameter of the objective but a weight of the prior; give "
-                f"the prior the same "
-                "patterns, GaussianPrior(model, ..., hyper=...)"
+                f"{both[0]!r} is a hyperparameter of the objective but a weight of the prior; "
+                "give the prior the same patterns, GaussianPrior(model, ..., hyper=...)"
             )
         for name, w in weights.items():
             if name not in self.groups:
                 raise MarglikError(
                     f"the prior has no group for {name!r}; build it for this model, with the same "
-                    f"hyper patterns, "
-                    "after freezing or unfreezing parameters"
+                    "hyper patterns, after freezing or unfreezing parameters"
                 )
             group = self.groups[name]
             if isinstance(group, slice) and group.stop - group.start != w.numel():
                 raise MarglikError(
                     f"the prior has {group.stop - group.start} precisions for {name!r}, which has "
-                    f"{w.numel()} entries; "
-                    "build it for this model"
+                    f"{w.numel()} entries; build it for this model"
                 )
 
     def check_precision(self) -> None:
@@ -116,9 +113,8 @@ class GaussianPrior(nn.Module):
         entry = int((~(values.abs() <= LARGEST_LOG)).nonzero()[0])
         raise MarglikError(
             f"the log precision of group {self.group_names[entry]!r} is {float(values[entry]):g} "
-            f"(NaN or "
-            f"beyond {LARGEST_LOG:g}), which overflows; learn the prior with a smaller step, or "
-            f"limit it"
+            f"(NaN or beyond {LARGEST_LOG:g}), which overflows; learn the prior with a smaller "
+            "step, or limit it"
         )
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -197,8 +193,8 @@ def _groups_by_pattern(
         fitting = [group for pattern, group in patterns.items() if matches(name, [pattern])]
         if not fitting:
             raise MarglikError(
-                f"no pattern of {list(patterns)} fits the weight {name!r}; add one, or '*' for the "
-                f"rest"
+                f"no pattern of {list(patterns)} fits the weight {name!r}; add one, or '*' for "
+                "the rest"
             )
         of[name] = fitting[0]
     names = list(dict.fromkeys(of.values()))
@@ -256,7 +252,7 @@ def _covariance(
         if not own or own != {name: d.shape for name, d in sigma.diagonal.items()}:
             raise MarglikError(
                 f"the covariance of group {group!r} must be of its weights {list(own)} and shaped "
-                f"as they are, got "
+                "as they are, got "
                 f"{ {name: tuple(d.shape) for name, d in sigma.diagonal.items()} }; groups are "
                 f"{names[:20]}"
             )
@@ -281,8 +277,7 @@ def _initial(
     if not all(v > 0 and math.isfinite(v) and abs(math.log(v)) <= LARGEST_LOG for v in values):
         raise MarglikError(
             f"prior precision must be positive and between exp(-{LARGEST_LOG:g}) and "
-            f"exp({LARGEST_LOG:g}), got "
-            f"{precision}"
+            f"exp({LARGEST_LOG:g}), got {precision}"
         )
     return torch.tensor([math.log(v) for v in values], dtype=like.dtype, device=like.device)
 

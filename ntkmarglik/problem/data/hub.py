@@ -62,8 +62,7 @@ def download(source: Source, split: str, folder: Path) -> list[Path]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NtkMarglikError(
             f"The {split} split of {source.repository.split('/')[1]} is not in {folder} and can't "
-            f"be downloaded "
-            f"({reason}). {source.how_to_get(folder)}"
+            f"be downloaded ({reason}). {source.how_to_get(folder)}"
         ) from error
 
 

@@ -33,8 +33,8 @@ def find_parquet(folder: Path, split: str) -> list[Path]:
     if missing:
         raise NtkMarglikError(
             f"{folder} has {len(shards)} of the {n_shards} Parquet files of split {split!r}: "
-            f"number {missing[0]} is "
-            "missing. Fetch the missing files, or delete all of them to download the set again."
+            f"number {missing[0]} is missing. Fetch the missing files, or delete all of them to "
+            "download the set again."
         )
     return [shards[i] for i in range(n_shards)]
 
@@ -55,8 +55,8 @@ def read_parquet(
             if image is None or label not in columns:
                 raise NtkMarglikError(
                     f"{path} should have an image column ({' or '.join(IMAGE_COLUMNS)}) and a "
-                    f"label column {label!r}, "
-                    f"but has {columns}. Replace it by the file of the Hugging Face hub."
+                    f"label column {label!r}, but has {columns}. Replace it by the file of the "
+                    "Hugging Face hub."
                 )
             labels = file.read(columns=[label])[label].to_numpy().astype(np.int64)
             return cached(
@@ -65,7 +65,7 @@ def read_parquet(
     except (pa.ArrowException, OSError) as error:
         raise NtkMarglikError(
             f"{path} is not a readable Parquet file ({error}); it may be cut short. Delete it and "
-            f"fetch it again."
+            "fetch it again."
         ) from error
 
 
@@ -84,14 +84,14 @@ def _decode(file, path: Path, column: str, shape: tuple[int, int, int]) -> np.nd
                     pixels = np.asarray(picture.convert("L" if c == 1 else "RGB"))
             except (OSError, SyntaxError, TypeError, ValueError) as error:
                 raise NtkMarglikError(
-                    f"{path}: the picture in row {row} can't be decoded ({error}). Delete the file "
-                    f"and fetch it again."
+                    f"{path}: the picture in row {row} can't be decoded ({error}). Delete the "
+                    "file and fetch it again."
                 ) from error
             if pixels.shape[:2] != (h, w):
                 raise NtkMarglikError(
                     f"{path}: the picture in row {row} should be {h}x{w} pixels, but is "
                     f"{pixels.shape[0]}x{pixels.shape[1]}. This looks like the file of another "
-                    f"data set."
+                    "data set."
                 )
             images[row] = pixels.reshape(h, w, c)
             row += 1

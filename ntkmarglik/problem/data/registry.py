@@ -44,9 +44,8 @@ def load(
         close = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         raise NtkMarglikError(
-            f"Unknown data set {name!r}. {hint}Known are {', '.join(BASES)}, each also with one of "
-            f"the suffixes "
-            f"{', '.join('_' + variant for variant in VARIANTS)}."
+            f"Unknown data set {name!r}. {hint}Known are {', '.join(BASES)}, each also with one "
+            f"of the suffixes {', '.join('_' + variant for variant in VARIANTS)}."
         )
     base, _, variant = name.partition("_")
     mean: tuple[float, ...]
@@ -69,9 +68,8 @@ def load(
     available = len(train[1])
     if not 0 <= n_data <= available:
         raise NtkMarglikError(
-            f"n_data must be between 1 and the {available} training points of {name} (or 0 for all "
-            f"of them), "
-            f"but is {n_data}. Choose at most {available}."
+            f"n_data must be between 1 and the {available} training points of {name} (or 0 for "
+            f"all of them), but is {n_data}. Choose at most {available}."
         )
     order = torch.randperm(available, generator=torch.Generator().manual_seed(seed)).numpy()
     index = order[:n_data] if n_data else np.arange(available)

@@ -49,8 +49,7 @@ class Source:
             )
         return (
             f"Put these files into {folder}: {layouts}. On a machine with a network this command "
-            f"fetches them: "
-            f"hf download {self.repository} --repo-type dataset "
+            f"fetches them: hf download {self.repository} --repo-type dataset "
             f'--include "*.parquet" --local-dir {folder}'
         )
 

@@ -31,8 +31,7 @@ def read_split(source: Source, split: str, folder: Path) -> Split:
         if images.ndim != 3 or labels.ndim != 1:
             raise NtkMarglikError(
                 f"{idx[0]} and {idx[1]} should hold arrays of 3 axes and 1 axis, but hold "
-                f"{images.ndim} and "
-                f"{labels.ndim}. Have the image and the label file been swapped?"
+                f"{images.ndim} and {labels.ndim}. Have the image and the label file been swapped?"
             )
         images, labels = images[..., None], labels.astype(np.int64)
     else:
@@ -46,12 +45,12 @@ def read_split(source: Source, split: str, folder: Path) -> Split:
         raise NtkMarglikError(
             f"{where} should hold one {h}x{w} image per label, but holds {len(images)} images of "
             f"{images.shape[1]}x{images.shape[2]} and {len(labels)} labels. This looks like "
-            f"another data set's file."
+            "another data set's file."
         )
     if len(labels) == 0 or labels.min() < 0 or labels.max() >= source.n_classes:
         found = f"{labels.min()} ... {labels.max()}" if len(labels) else "none"
         raise NtkMarglikError(
             f"{where}: labels should be 0 ... {source.n_classes - 1}, but are {found}. Delete it "
-            f"and fetch it again."
+            "and fetch it again."
         )
     return images, labels

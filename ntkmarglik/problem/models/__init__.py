@@ -50,9 +50,8 @@ def build(
         raise NtkMarglikError(f"Unknown model {name!r}. {hint}Known are {', '.join(MODELS)}.")
     if len(input_shape) != 3 or min(input_shape) < 1 or n_classes < 1:
         raise NtkMarglikError(
-            f"A model needs input_shape (channels, height, width) and n_classes, all at least 1, "
-            f"but got "
-            f"{tuple(input_shape)} and {n_classes}."
+            "A model needs input_shape (channels, height, width) and n_classes, all at least 1, "
+            f"but got {tuple(input_shape)} and {n_classes}."
         )
     if width < 0:
         raise NtkMarglikError(

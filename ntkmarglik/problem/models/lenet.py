@@ -27,8 +27,8 @@ def three_convs(
     side = min(h, w)
     if side < 4:
         raise NtkMarglikError(
-            f"mininet and cnn halve the image twice and need at least 4x4 pixels, but got {h}x{w}. "
-            f"Use --model mlp."
+            "mininet and cnn halve the image twice and need at least 4x4 pixels, but got "
+            f"{h}x{w}. Use --model mlp."
         )
     small = side < SMALL
     pad = 1 if small else 0

@@ -98,7 +98,7 @@ def check_settings(config: Config) -> None:
     if config.estimator.method == "elbo" and config.estimator.kappa not in (0, 1):
         raise NtkMarglikError(
             f"--kappa {config.estimator.kappa:g} emphasises the data, which is --method de-elbo; "
-            f"that of elbo is 1."
+            "that of elbo is 1."
         )
     if config.estimator.aug_block and (
         config.estimator.subset or config.estimator.method not in ("kfac", "diag")
@@ -121,10 +121,8 @@ def check_settings(config: Config) -> None:
     if config.estimator.method not in WITHOUT_BLOCKS and not hyper_epochs(training):
         raise NtkMarglikError(
             f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every "
-            f"{training.frequency} "
-            f"epochs from epoch {training.burnin} on (--frequency, --burnin). Use --burnin 1 "
-            f"--frequency 1, or "
-            "--method map to learn none."
+            f"{training.frequency} epochs from epoch {training.burnin} on (--frequency, "
+            "--burnin). Use --burnin 1 --frequency 1, or --method map to learn none."
         )
 
 
@@ -138,8 +136,8 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         )
     if estimator.subset > data.n_data and estimator.method != "sampled":
         raise NtkMarglikError(
-            f"--subset {estimator.subset}, but there are {data.n_data} training data; use --subset "
-            f"{data.n_data} (all)."
+            f"--subset {estimator.subset}, but there are {data.n_data} training data; use "
+            f"--subset {data.n_data} (all)."
         )
     modules = [
         sum(p.numel() for p in module.parameters(recurse=False))
@@ -174,8 +172,8 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
     if sizes.structure == "sampled":
         raise NtkMarglikError(
             f"{sizes.samples} posterior samples of {sizes.n_parameters:,} weights need about "
-            f"{needed() / 1e9:.2g} GB, "
-            f"and {budget / 1e9:.2g} GB may be used (--memory-budget). Use fewer --samples."
+            f"{needed() / 1e9:.2g} GB, and {budget / 1e9:.2g} GB may be used (--memory-budget). "
+            "Use fewer --samples."
         )
     choices = (
         [f"--subset {fitting}"]
@@ -188,10 +186,8 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
         choices.append("--method kfac")
     raise NtkMarglikError(
         f"The {sizes.structure} curvature of {sizes.subset} data points and {sizes.outputs} "
-        f"outputs needs about "
-        f"{needed() / 1e9:.2g} GB for {sizes.n_parameters:,} weights, and {budget / 1e9:.2g} GB "
-        f"may be used "
-        f"(--memory-budget). "
+        f"outputs needs about {needed() / 1e9:.2g} GB for {sizes.n_parameters:,} weights, and "
+        f"{budget / 1e9:.2g} GB may be used (--memory-budget). "
         + (
             f"Use {' or '.join(choices)}."
             if choices
@@ -254,8 +250,7 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     needed, allowed = evidence_bytes(sizes, problem), memory_budget(config)
     lines = [
         f"data        {data.name}: {data.n_data} training, {len(data.y_test)} test, inputs "
-        f"{data.input_shape}, "
-        f"{data.n_classes} classes",
+        f"{data.input_shape}, {data.n_classes} classes",
         f"model       {config.problem.model}: {sizes.n_parameters:,} parameters in "
         f"{len(list(problem.model.parameters()))} tensors",
         f"block       {sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "

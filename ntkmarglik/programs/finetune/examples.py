@@ -103,14 +103,14 @@ def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> 
             if column is None or source.label not in names:
                 raise NtkMarglikError(
                     f"{path} should have a column {' or '.join(columns)} and a label column "
-                    f"{source.label!r}, but has "
-                    f"{names}. Replace it by the file of the Hugging Face hub."
+                    f"{source.label!r}, but has {names}. Replace it by the file of the Hugging "
+                    "Face hub."
                 )
             table = pq.read_table(path, columns=[column, source.label])
         except (pa.ArrowException, OSError) as error:
             raise NtkMarglikError(
                 f"{path} is not a readable Parquet file ({error}); it may be cut short. Delete it "
-                f"and fetch it again."
+                "and fetch it again."
             ) from error
         cells = table[column].to_pylist()
         inputs += [cell["bytes"] if isinstance(cell, dict) else cell for cell in cells]

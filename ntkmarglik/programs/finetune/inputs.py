@@ -94,8 +94,8 @@ class Data:
         size = round(share * len(self.train))
         if not 0 < size < len(self.train):
             raise NtkMarglikError(
-                f"--held-out {share} of {len(self.train)} training data leaves one part empty; use "
-                f"a larger --n-data."
+                f"--held-out {share} of {len(self.train)} training data leaves one part empty; "
+                "use a larger --n-data."
             )
         index = balanced(self.train.y.cpu().numpy(), size, seed)
         rest = np.setdiff1d(np.arange(len(self.train)), index)

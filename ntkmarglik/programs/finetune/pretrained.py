@@ -163,7 +163,7 @@ def _explained(checkpoint: str, part: str) -> Iterator[None]:
     ):
         raise NtkMarglikError(
             f"--checkpoint {checkpoint}: there is no such folder, and it is not a hub name like "
-            f"OWNER/NAME."
+            "OWNER/NAME."
         )
     try:
         yield
@@ -175,9 +175,8 @@ def _explained(checkpoint: str, part: str) -> Iterator[None]:
                 f"There is no folder {checkpoint}, and the {part} of the hub's network of that name"
             )
         raise NtkMarglikError(
-            f"{what} cannot be loaded ({reason}). Give a folder made by "
-            "save_pretrained of the network and of its image processor or tokenizer, or a hub name "
-            "and a network."
+            f"{what} cannot be loaded ({reason}). Give a folder made by save_pretrained of the "
+            "network and of its image processor or tokenizer, or a hub name and a network."
         ) from error
 
 

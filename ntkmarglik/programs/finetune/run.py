@@ -220,8 +220,8 @@ def _estimate(transfer: Transfer) -> str:
             f"{data.n_classes} classes",
             f"inputs   {', '.join(f'{name} {sizes}' for name, sizes in shape.items())}",
             f"network  {config.task.checkpoint}: {weights:,} parameters",
-            f"fits     {transfer.n_fits} of {config.training.steps} steps, {1000 * seconds:.1f} ms "
-            f"each"
+            f"fits     {transfer.n_fits} of {config.training.steps} steps, {1000 * seconds:.1f} "
+            "ms each"
             + (
                 f"; the last with all data, the others without {len(transfer.held_out)}"
                 if transfer.plan.holds_out

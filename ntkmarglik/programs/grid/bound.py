@@ -90,7 +90,7 @@ def bounds_of(grid: Grid, n_data: int) -> list[Bound]:
         if not 0 <= subset <= n_data:
             raise NtkMarglikError(
                 f"--subsets {subset}, but there are {n_data} training data; use 1 to {n_data}, or "
-                f"0 for all."
+                "0 for all."
             )
     exact = exact_bound(n_data)
     found = [exact] if grid.exact else []

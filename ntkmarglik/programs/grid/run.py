@@ -143,15 +143,14 @@ def _checkpoint(config: GridConfig) -> dict:
     if state["epoch"] < settings["epochs"]:
         raise NtkMarglikError(
             f"The run in {given} stopped after epoch {state['epoch']} of {settings['epochs']}; "
-            f"finish it with --resume."
+            "finish it with --resume."
         )
     for name in ("dataset", "n_data", "model", "depth", "width", "seed", "precision"):
         if settings[name] != config.flat()[name]:
             flag = name.replace("_", "-")
             raise NtkMarglikError(
-                f"The network of {given} has {flag} {settings[name]}, but {config.flat()[name]} is "
-                f"asked for; add "
-                f"--{flag} {settings[name]}."
+                f"The network of {given} has {flag} {settings[name]}, but {config.flat()[name]} "
+                f"is asked for; add --{flag} {settings[name]}."
             )
     return state
 

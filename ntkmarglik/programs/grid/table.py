@@ -87,8 +87,7 @@ class Table:
         except OSError as error:
             raise NtkMarglikError(
                 f"{self.path} cannot be written ({error.strerror}); make room or choose another "
-                f"folder with --out. The "
-                "same command continues from what is there."
+                "folder with --out. The same command continues from what is there."
             ) from error
 
 

@@ -223,8 +223,7 @@ class Slurm:
         if shutil.which("srun") is None:
             raise NtkMarglikError(
                 "--executor slurm, but there is no srun on this machine; start it on a login node "
-                "of a cluster, or use "
-                "--executor local."
+                "of a cluster, or use --executor local."
             )
         executor = submitit.AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=REQUEUES)
         try:

@@ -198,8 +198,7 @@ class Sweep:
             if stored and state[name] != value:
                 raise NtkMarglikError(
                     f"{path} has {len(stored)} jobs of {name} {state[name]}, but this is {value}; "
-                    f"follow or stop them "
-                    "there first."
+                    "follow or stop them there first."
                 )
         for entry in self.entries:
             line = state["lines"].get(entry.task.command)

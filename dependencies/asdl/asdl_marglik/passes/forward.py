@@ -116,8 +116,7 @@ class Chunk:
         if versions(tensors) != before:
             raise CurvatureError(
                 "the model changes its input in place, for these data though not for the first "
-                "ones, and has "
-                "overwritten it; use out-of-place operations on the input"
+                "ones, and has overwritten it; use out-of-place operations on the input"
             )
         return recorder, checked_outputs(outputs, self.n * self.copies)
 

@@ -261,49 +261,23 @@ class Passes:
             if self.summary_depends_on_precision:
                 return [self._results[0], *self._summarise(self._observations, log_precision)]
             return self._results
-        outputs: list[Tensor] = []
-        inputs_finite: list[Tensor] = []
         keep |= self.reuse and self.summary_depends_on_precision
         collected = Collected(self.parts, self.n_data)
         held: Residency = Deferred(self.parts) if self.arrangement.defer and not keep else collected
-        self.targets = []
-        self.columns = []
-        self._kept = {}
-        count = 0
-        self._fingerprints = []
-        self._copy_fingerprints = []
+        self._forget()
         self._checksum = checksum(self._parameters()) if again or self.reuse else None
+        outputs: list[Tensor] = []
+        inputs_finite: list[Tensor] = []
         with self._running():
             for index, (x, y, columns) in enumerate(self.batches()):
                 inputs_finite.append(finite(x))
                 self._fingerprints.append(fingerprint(x))
                 self.targets.append(y)
                 self.columns.append(columns)
-                with torch.no_grad():
-                    copies = self.augmented(x, index)
-                if again and self.augment is not None:
-                    self._copy_fingerprints.append(fingerprint(copies))
-                slices = self._slices(copies)
-                block = len(y) == self.n_data  # not a stream of batches
-                kept = self.arrangement.kept_chunks if again and block else 0
-                stay = {own.start for own in slices[max(0, len(slices) - kept) :]}
-                for own in slices:
-                    chunk = self._chunk(
-                        copies, own, y, columns, with_graph=own.start in stay, observe=True
-                    )
-                    outputs.append(chunk.f.detach())
-                    held.add(chunk)
-                    if own.start in stay:
-                        self._kept[own.start] = chunk
-                    del chunk  # before the next is there
-                count += len(y)
-            if count != self.n_data:
-                raise CurvatureError(
-                    f"the loader gave {count} data points in all, but n_data={self.n_data}; the "
-                    f"two must agree"
-                )
-            # looked at once: asking for every chunk would keep a GPU waiting
+                outputs.extend(self._observed(index, (x, y, columns), held, again=again))
+            self._check_count()
             f = torch.cat(outputs)
+            # looked at once: asking for every chunk would keep a GPU waiting
             check_finite(inputs_finite, f, self.plan.model, self._all_copies)
             self._outputs = f if again else None
             results = [f, *self._summarise(held.observations(), log_precision)]
@@ -312,6 +286,44 @@ class Passes:
         if self.reuse:
             self._results = results
         return results
+
+    def _forget(self) -> None:
+        """Nothing is known of an earlier first pass."""
+        self.targets = []
+        self.columns = []
+        self._kept = {}
+        self._fingerprints = []
+        self._copy_fingerprints = []
+
+    def _observed(self, index: int, batch: Batch, held: Residency, *, again: bool) -> list[Tensor]:
+        """Let `held` take in the chunks of a batch; returns their outputs."""
+        x, y, columns = batch
+        with torch.no_grad():
+            copies = self.augmented(x, index)
+        if again and self.augment is not None:
+            self._copy_fingerprints.append(fingerprint(copies))
+        slices = self._slices(copies)
+        block = len(y) == self.n_data  # not a stream of batches
+        kept = self.arrangement.kept_chunks if again and block else 0
+        stay = {own.start for own in slices[max(0, len(slices) - kept) :]}
+        outputs = []
+        for own in slices:
+            graph = own.start in stay
+            chunk = self._chunk(copies, own, y, columns, with_graph=graph, observe=True)
+            outputs.append(chunk.f.detach())
+            held.add(chunk)
+            if graph:
+                self._kept[own.start] = chunk
+            del chunk  # before the next is there
+        return outputs
+
+    def _check_count(self) -> None:
+        count = sum(len(y) for y in self.targets)
+        if count != self.n_data:
+            raise CurvatureError(
+                f"the loader gave {count} data points in all, but n_data={self.n_data}; the two "
+                "must agree"
+            )
 
     def _summarise(
         self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor
@@ -343,8 +355,7 @@ class Passes:
         if not self.unchanged:
             raise CurvatureError(
                 "parameters were changed between the evidence and its backward pass, which would "
-                "mix old and new "
-                "values; call backward before any optimiser step"
+                "mix old and new values; call backward before any optimiser step"
             )
         try:
             return self._second(f_bar, bars, log_precision)
@@ -353,75 +364,66 @@ class Passes:
                 raise
             raise CurvatureError(
                 f"the network uses an operation that torch cannot differentiate twice ({error}); "
-                f"gradients in an "
-                "augmentation or in hyperparameters inside the network need that: write it with "
-                "other operations, or "
-                "learn prior, noise and temperature only"
+                "gradients in an augmentation or in hyperparameters inside the network need "
+                "that: write it with other operations, or learn prior, noise and temperature only"
             ) from error
 
     def _second(
         self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        totals = [torch.zeros_like(leaf) for leaf in self.network_leaves]
-        augment_totals = [torch.zeros_like(leaf) for leaf in self.augment_leaves]
-        repeated: list[Tensor] = []
-        same_copies: list[Tensor] = []
-        same_outputs: list[Tensor] = []
+        network = [torch.zeros_like(leaf) for leaf in self.network_leaves]
+        augment = [torch.zeros_like(leaf) for leaf in self.augment_leaves]
+        same = _Same()
         count = 0
         with self._running(), torch.enable_grad():
             for index, (x, y, columns) in enumerate(self.batches()):
-                repeated.append(self._repeated(index, x, y))
+                same.batches.append(self._repeated(index, x, y))
                 copies = self.augmented(x, index)
                 if self._copy_fingerprints:
-                    same_copies.append(_alike(fingerprint(copies), self._copy_fingerprints[index]))
+                    known = self._copy_fingerprints[index]
+                    same.copies.append(_alike(fingerprint(copies), known))
                 copies_bar = [torch.zeros_like(t) for t in tensors_of(copies) if t.requires_grad]
                 # chunks kept from the first pass come first, and go
                 for own in reversed(self._slices(copies)):
                     chunk = self._kept.pop(own.start, None) if index == 0 else None
-                    chunk = chunk or self._chunk(
-                        copies, own, y, columns, with_graph=True, observe=False
-                    )
-                    moving = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)
-                    leaves = [leaf for leaf, copy in moving if copy.requires_grad]
+                    if chunk is None:
+                        chunk = self._chunk(copies, own, y, columns, with_graph=True, observe=False)
                     span = slice(count + own.start, count + own.stop)
                     if self._outputs is not None:
-                        same_outputs.append(_alike(chunk.f.detach(), self._outputs[span]))
-                    for part, observations, part_bars in zip(
-                        self.parts, self._observations, bars, strict=True
-                    ):
-                        part.pull(chunk, observations, part_bars, span, log_precision)
-                    found = chunk.finish(
-                        None if f_bar is None else f_bar[span], [*self.network_leaves, *leaves]
-                    )
-                    for total, gradient in zip(totals, found[: len(totals)], strict=True):
-                        total += gradient
-                    for total, gradient in zip(copies_bar, found[len(totals) :], strict=True):
+                        same.outputs.append(_alike(chunk.f.detach(), self._outputs[span]))
+                    found = self._pulled(chunk, copies, f_bar, bars, span, log_precision)
+                    _add(network, found[: len(network)])
+                    for total, gradient in zip(copies_bar, found[len(network) :], strict=True):
                         total[own] = gradient
                     del chunk, found
                 if copies_bar:
-                    outputs = [t for t in tensors_of(copies) if t.requires_grad]
-                    found_augment = torch.autograd.grad(
-                        outputs, self.augment_leaves, copies_bar, allow_unused=True
+                    moving = [t for t in tensors_of(copies) if t.requires_grad]
+                    leaves = self.augment_leaves
+                    _add(
+                        augment, torch.autograd.grad(moving, leaves, copies_bar, allow_unused=True)
                     )
-                    for total, gradient in zip(augment_totals, found_augment, strict=True):
-                        if gradient is not None:
-                            total += gradient
                 count += len(y)
         self._scratch = Scratch()  # let its memory go
-        if count != sum(len(y) for y in self.targets) or not torch.stack(repeated).all():
-            raise CurvatureError(_OTHER_BATCHES)
-        if same_copies and not torch.stack(same_copies).all():
-            raise CurvatureError(_OTHER_COPIES)
-        if same_outputs and not torch.stack(same_outputs).all():
-            raise CurvatureError(_OTHER_OUTPUTS)
-        if not torch.stack([t.isfinite().all() for t in (*totals, *augment_totals)]).all():
-            raise CurvatureError(
-                "a gradient is NaN or infinite although the evidence is finite: the network has no "
-                "second derivative "
-                "at some input (a norm or a square root of exactly zero?); add a small constant "
-                "there"
-            )
-        return totals, augment_totals
+        same.check(all_batches=count == sum(len(y) for y in self.targets))
+        _check_gradients([*network, *augment])
+        return network, augment
+
+    def _pulled(
+        self,
+        chunk: Chunk,
+        copies: Inputs,
+        f_bar: Tensor | None,
+        bars: list[list[Tensor]],
+        span: slice,
+        log_precision: Tensor,
+    ) -> list[Tensor]:
+        """Gradients of a chunk in the network leaves, then in those of its inputs that move."""
+        for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
+            part.pull(chunk, observations, part_bars, span, log_precision)
+        pairs = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)
+        moving = [leaf for leaf, copy in pairs if copy.requires_grad]
+        outputs_bar = None if f_bar is None else f_bar[span]
+        return chunk.finish(outputs_bar, [*self.network_leaves, *moving])
 
     def _parameters(self) -> list[Tensor]:
         """Everything learnable behind the outputs."""
@@ -460,24 +462,54 @@ class Passes:
 
 _OTHER_BATCHES = (
     "the loader gave other batches in the second pass than in the first; gradients need the same "
-    "data in the same "
-    "order: use shuffle=False (any fixed order will do)"
+    "data in the same order: use shuffle=False (any fixed order will do)"
 )
 
 
 _OTHER_COPIES = (
     "the augmentation made other copies in the second pass than in the first; only torch's global "
-    "generators are "
-    "seeded for it: draw random numbers from them (torch.rand without generator=), not from numpy, "
-    "random or a "
-    "generator of its own"
+    "generators are seeded for it: draw random numbers from them (torch.rand without generator=), "
+    "not from numpy, random or a generator of its own"
 )
 _OTHER_OUTPUTS = (
     "the model gave other outputs in the second pass than in the first; only torch's global "
-    "generators are seeded for "
-    "it, and its state must stay as it is until backward: no random numbers from elsewhere, no "
-    "buffers that change"
+    "generators are seeded for it, and its state must stay as it is until backward: no random "
+    "numbers from elsewhere, no buffers that change"
 )
+
+
+@dataclass
+class _Same:
+    """Whether the second pass saw what the first did; looked at once, when it is over."""
+
+    batches: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    def check(self, *, all_batches: bool) -> None:
+        """Refuse gradients that mix two functions."""
+        if not all_batches or not torch.stack(self.batches).all():
+            raise CurvatureError(_OTHER_BATCHES)
+        if self.copies and not torch.stack(self.copies).all():
+            raise CurvatureError(_OTHER_COPIES)
+        if self.outputs and not torch.stack(self.outputs).all():
+            raise CurvatureError(_OTHER_OUTPUTS)
+
+
+def _add(totals: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients, None counting as zero, in place."""
+    for total, gradient in zip(totals, gradients, strict=True):
+        if gradient is not None:
+            total += gradient
+
+
+def _check_gradients(gradients: list[Tensor]) -> None:
+    if not torch.stack([t.isfinite().all() for t in gradients]).all():
+        raise CurvatureError(
+            "a gradient is NaN or infinite although the evidence is finite: the network has no "
+            "second derivative at some input (a norm or a square root of exactly zero?); add a "
+            "small constant there"
+        )
 
 
 class _TwoPasses(torch.autograd.Function):
@@ -530,7 +562,7 @@ def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
             raise CurvatureError(
                 "the augmentation must turn inputs [n, ...] into copies [n, A, ...]; from "
                 f"{tuple(original.shape)} it made {tuple(t.shape)}; for a single copy return "
-                f"x.unsqueeze(1)"
+                "x.unsqueeze(1)"
             )
     return copies
 

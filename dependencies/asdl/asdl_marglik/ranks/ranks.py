@@ -172,8 +172,7 @@ class Ranks:
             reason = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
             raise RanksError(
                 f"rank {self.rank} of {self.size} got no answer in the step '{step}' ({reason}); "
-                f"another rank has "
-                "died, or hangs for longer than the timeout of collectives"
+                "another rank has died, or hangs for longer than the timeout of collectives"
             ) from error
 
     @property

@@ -67,9 +67,8 @@ class ShardedPasses(Passes):
                     yield taken(x, own), y[own], columns[own]
             if start != self.n_all:
                 raise CurvatureError(
-                    f"the loader gave {start} data points in all, but n_data={self.n_all}; the two "
-                    f"must agree, and "
-                    "every rank has to give all of them"
+                    f"the loader gave {start} data points in all, but n_data={self.n_all}; the "
+                    "two must agree, and every rank has to give all of them"
                 )
 
         return batches
@@ -136,13 +135,13 @@ class ShardedPasses(Passes):
         if self.n_all < self.ranks.size:
             raise CurvatureError(
                 f"{self.n_all} data points cannot be shared among {self.ranks.size} ranks; each "
-                f"needs at least one"
+                "needs at least one"
             )
         if not self.ranks.agree([self.n_all, self.seed], "comparison of the blocks"):
             raise CurvatureError(
                 "the ranks were given different blocks, or draw from generators in different "
-                "states; give every rank "
-                "the same data in the same order, and seed all generators alike"
+                "states; give every rank the same data in the same order, and seed all generators "
+                "alike"
             )
 
     def _summarise(

@@ -35,7 +35,7 @@ def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
         }
     raise CurvatureError(
         f"inputs must be a tensor or a mapping of tensors, got {type(x).__name__}; convert with "
-        f"torch.as_tensor"
+        "torch.as_tensor"
     )
 
 
@@ -132,10 +132,9 @@ def checked_outputs(f: Any, n: int) -> Tensor:
     if not isinstance(f, Tensor):
         entries = f" with the entries {list(f)}" if isinstance(f, Mapping) else ""
         raise CurvatureError(
-            f"the model must return one tensor of outputs [n, ...], got "
-            f"{type(f).__name__}{entries}; wrap it in a "
-            "module whose forward returns the tensor that the likelihood takes, for example "
-            "net(**x).logits"
+            "the model must return one tensor of outputs [n, ...], got "
+            f"{type(f).__name__}{entries}; wrap it in a module whose forward returns the tensor "
+            "that the likelihood takes, for example net(**x).logits"
         )
     if not f.dim() or len(f) != n:
         raise CurvatureError(
@@ -163,8 +162,8 @@ def check_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise CurvatureError(
                 f"module {name or type(module).__name__!r} has a backward hook, which may change "
-                f"the gradients that "
-                "curvature is made of; remove it (handle.remove()) before the evidence is computed"
+                "the gradients that curvature is made of; remove it (handle.remove()) before the "
+                "evidence is computed"
             )
 
 
@@ -231,7 +230,7 @@ def check_weights(model: nn.Module) -> None:
         if not parameter.isfinite().all():
             raise CurvatureError(
                 f"parameter {name!r} contains NaN or infinity; training has diverged before this "
-                f"call"
+                "call"
             )
 
 
@@ -242,8 +241,8 @@ def check_inputs(x: Inputs, offset: int = 0) -> None:
             bad = (~tensor.flatten(1).isfinite().all(1)).nonzero()
             if len(bad):
                 raise CurvatureError(
-                    f"input {int(bad[0]) + offset} contains NaN or infinity; remove or repair that "
-                    f"datum"
+                    f"input {int(bad[0]) + offset} contains NaN or infinity; remove or repair "
+                    "that datum"
                 )
 
 
@@ -268,6 +267,5 @@ def check_finite(
     index = int((~outputs.isfinite().all(1)).nonzero()[0])
     raise CurvatureError(
         f"the network's output for datum {index} is not finite although its input and all "
-        f"parameters are: "
-        "the forward pass overflows; use smaller weights or a wider dtype"
+        "parameters are: the forward pass overflows; use smaller weights or a wider dtype"
     )

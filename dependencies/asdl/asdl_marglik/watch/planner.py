@@ -85,9 +85,8 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise CurvatureError(
                 f"module {name!r} ({type(module).__name__}) keeps no running statistics and "
-                f"normalises by those of the "
-                "batch, so that a datum's output depends on the others; use "
-                "track_running_stats=True, or another norm"
+                "normalises by those of the batch, so that a datum's output depends on the "
+                "others; use track_running_stats=True, or another norm"
             )
 
 
@@ -103,8 +102,7 @@ def _refuse_mixing(model: nn.Module, pair: Inputs, outputs: Tensor, singles: Ten
         if torch.allclose(outputs, run(model, copied(pair)), SAME, atol):
             raise CurvatureError(
                 "the model's output for a datum changes with the other data of its batch (batch "
-                "statistics?); the "
-                "evidence needs outputs of each datum alone"
+                "statistics?); the evidence needs outputs of each datum alone"
             )
 
 
@@ -125,8 +123,7 @@ def _alone(
     except (RuntimeError, ValueError) as error:
         raise CurvatureError(
             f"the model runs on two data points but not on one ({error}); the evidence needs "
-            f"outputs of each datum "
-            "alone: no statistics of the batch, no fixed batch size"
+            "outputs of each datum alone: no statistics of the batch, no fixed batch size"
         ) from error
     return recorder, checked_outputs(outputs, 1).detach()
 

@@ -42,8 +42,7 @@ class Use:
         if tensor is not None and tensor._version != self.version:
             raise CurvatureError(
                 f"the input of {self.rule.name} (parameters {list(self.names.values())}) was "
-                f"modified in place after "
-                "it was used; use the out-of-place operation there"
+                "modified in place after it was used; use the out-of-place operation there"
             )
         return tensor
 

@@ -41,7 +41,7 @@ class PreparedBlock:
         if not each.isfinite().all():
             raise MarglikError(
                 f"the log-likelihood of datum {int((~each.isfinite()).nonzero()[0])} is not "
-                f"finite; check its target"
+                "finite; check its target"
             )
         return each.sum()
 

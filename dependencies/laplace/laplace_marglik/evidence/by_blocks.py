@@ -71,9 +71,8 @@ def evidence_by_blocks(
         for part in whole.passes.parts:
             if not part.additive:
                 raise MarglikError(
-                    f"gradients by blocks need a curvature that is a sum over data (kfac, diag), "
-                    f"but that of "
-                    f"{part.names[0]} is a kernel; use ml.full_batch"
+                    "gradients by blocks need a curvature that is a sum over data (kfac, diag), "
+                    f"but that of {part.names[0]} is a kernel; use ml.full_batch"
                 )
         whole.passes.reuse = True
         whole.passes.instead = _Turns(whole.passes, blocks, order).second

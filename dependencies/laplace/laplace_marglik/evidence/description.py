@@ -15,8 +15,7 @@ def described(plan: Plan, parts: Sequence[Term], arrangement: Arrangement) -> st
     for name, w in plan.weights.items():
         lines.append(f"{name:<{width}}  {w.numel():>10}  {plan.rules[name]:<26}  {labels[name]}")
     lines.append(
-        f"piecewise linear: {plan.piecewise_linear}; inputs per chunk: {arrangement.chunk_inputs}; "
-        f"about "
-        f"{arrangement.bytes / 1e6:.0f} MB"
+        f"piecewise linear: {plan.piecewise_linear}; inputs per chunk: "
+        f"{arrangement.chunk_inputs}; about {arrangement.bytes / 1e6:.0f} MB"
     )
     return "\n".join(lines)

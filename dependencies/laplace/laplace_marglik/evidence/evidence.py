@@ -67,7 +67,7 @@ class Evidence:
         error = "" if self.standard_error is None else f" +- {self.standard_error:.4g}"
         return (
             f"Evidence(total={self.total.item():.6g}{error}, "
-            f"log_likelihood={self.log_likelihood.item():.6g}, "
-            f"scatter={self.scatter.item():.6g}, log_det_ratio={self.log_det_ratio.item():.6g}, "
-            f"n_blocks={self.n_blocks:g}, status={self.status!r})"
+            f"log_likelihood={self.log_likelihood.item():.6g}, scatter={self.scatter.item():.6g}, "
+            f"log_det_ratio={self.log_det_ratio.item():.6g}, n_blocks={self.n_blocks:g}, "
+            f"status={self.status!r})"
         )

@@ -141,7 +141,7 @@ class MarginalLikelihood:
         self.chunk = chunk
         if row_dtype not in (None, torch.float16):
             raise MarglikError(
-                f"row_dtype must be torch.float16, or None for the dtype of the model, got "
+                "row_dtype must be torch.float16, or None for the dtype of the model, got "
                 f"{row_dtype}"
             )
         self.memory_budget = memory_budget
@@ -294,8 +294,8 @@ class MarginalLikelihood:
         c = plan.output_shape.numel()
         if self.outputs is not None and self.outputs > c:
             raise MarglikError(
-                f"outputs={self.outputs} but the network has only {c}; use outputs={c} or None for "
-                f"all"
+                f"outputs={self.outputs} but the network has only {c}; use outputs={c} or None "
+                "for all"
             )
         return self.outputs or c
 
@@ -348,7 +348,7 @@ class MarginalLikelihood:
         if n > self.n_data:
             raise MarglikError(
                 f"a block of {n} data points from n_data={self.n_data}: n_data is the size of the "
-                f"whole training set"
+                "whole training set"
             )
         plan = self._planned(x)
         c = plan.output_shape.numel()
@@ -457,8 +457,7 @@ class MarginalLikelihood:
         if self.likelihood.root_parameters():
             raise MarglikError(
                 "a cached evaluation follows prior, noise and temperature only, and this "
-                "likelihood has other "
-                "learnable parameters; freeze them or evaluate ml(x, y) anew"
+                "likelihood has other learnable parameters; freeze them or evaluate ml(x, y) anew"
             )
         start = self.generator.get_state()
         block = self._settled(prepare())
@@ -494,9 +493,8 @@ class MarginalLikelihood:
         if not block.passes.unchanged:
             raise MarglikError(
                 "at this prior a cached block in single precision leaves its determinant to "
-                "rounding, and the "
-                "parameters have moved since it was made, so that it cannot be made again; call "
-                "ml.cached anew"
+                "rounding, and the parameters have moved since it was made, so that it cannot be "
+                "made again; call ml.cached anew"
             )
         self.in_double, present = True, self.generator.get_state()
         try:
@@ -544,8 +542,7 @@ class MarginalLikelihood:
 
 _MANY_PATHS = (
     "the model uses its weights differently from one data point to the next (data-dependent "
-    "control flow); evaluate "
-    "such data in separate blocks"
+    "control flow); evaluate such data in separate blocks"
 )
 
 
@@ -556,6 +553,6 @@ def _refuse_hooks(leaves: Iterable[Tensor]) -> None:
     if any(leaf._backward_hooks for leaf in leaves):
         raise MarglikError(
             "a hyperparameter of the network, the likelihood or the augmentation has a gradient "
-            "hook, which would act "
-            "twice; remove it and change the gradient after backward() instead"
+            "hook, which would act twice; remove it and change the gradient after backward() "
+            "instead"
         )

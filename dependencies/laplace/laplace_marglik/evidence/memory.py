@@ -48,9 +48,8 @@ class Budget:
                 break
         raise MarglikError(
             f"{structure} curvature of {problem.n_data} data points with {problem.rows_per_datum} "
-            f"rows each needs "
-            f"about {found.bytes / 1e9:.2g} GB, and {allowed / 1e9:.2g} GB may be used "
-            f"(memory_budget); "
+            f"rows each needs about {found.bytes / 1e9:.2g} GB, and {allowed / 1e9:.2g} GB may be "
+            "used (memory_budget); "
             + (
                 f"use {' or '.join(choices)}"
                 if choices

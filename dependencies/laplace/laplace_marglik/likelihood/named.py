@@ -25,6 +25,6 @@ def likelihood_for(spec: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) 
     if callable(spec):
         return FromLogProb(spec)
     raise MarglikError(
-        f"likelihood must be 'classification', 'regression', a Likelihood or a function "
+        "likelihood must be 'classification', 'regression', a Likelihood or a function "
         f"log_prob(f, y), got {spec!r}"
     )

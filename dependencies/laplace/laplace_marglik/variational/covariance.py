@@ -30,7 +30,7 @@ class LowRankCovariance:
             if not (d.isfinite().all() and (d > 0).all()):
                 raise MarglikError(
                     f"the diagonal of a covariance must be positive and finite; that of {name!r} "
-                    f"is not"
+                    "is not"
                 )
         self.diagonal = {name: d.detach().double() for name, d in diagonal.items()}
         self._scaled = self._checked(factor or {})  # D^-1 U
@@ -56,7 +56,7 @@ class LowRankCovariance:
         ranks = {q.shape[-1] for q in deviations.values()}
         if len(ranks) != 1 or min(ranks) < 2:
             raise MarglikError(
-                f"deviations need a last axis of the same length K >= 2, got lengths "
+                "deviations need a last axis of the same length K >= 2, got lengths "
                 f"{sorted(ranks)}"
             )
         scale = (2 * ranks.pop() - 2) ** -0.5

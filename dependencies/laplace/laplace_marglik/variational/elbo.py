@@ -225,8 +225,8 @@ class DataEmphasizedELBO:
                 count += len(y)
         if count != self.n_data:
             raise MarglikError(
-                f"the loader gave {count} data points, but n_data={self.n_data}; it must give each "
-                f"once"
+                f"the loader gave {count} data points, but n_data={self.n_data}; it must give "
+                "each once"
             )
         if ranks is not None:
             sums = ranks.sum(sums.to(self.width.raw_sigma.device), "bounds of all data").cpu()
@@ -315,9 +315,8 @@ class DataEmphasizedELBO:
         ):
             raise MarglikError(
                 f"kappa = {value:g} with a learned noise is ill-posed: the objective may grow "
-                f"without limit as the "
-                "noise goes to zero. Fix it, Gaussian(sigma, learn_sigma=False), or use kappa=1; "
-                "force=True allows it"
+                "without limit as the noise goes to zero. Fix it, Gaussian(sigma, "
+                "learn_sigma=False), or use kappa=1; force=True allows it"
             )
         return value
 

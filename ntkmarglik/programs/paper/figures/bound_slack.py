@@ -196,8 +196,8 @@ def _panel(axes: Axes, rows: list[Row], chosen: Chosen, source: Path) -> list[Ma
     if not others:
         raise NtkMarglikError(
             f"{source} has no rows for this figure; run its command again with more of "
-            f"--structures, "
-            "--subsets, --outputs, --partitions and --roots (see bound_grid.py --help)."
+            "--structures, --subsets, --outputs, --partitions and --roots (see bound_grid.py "
+            "--help)."
         )
     ordered = all(label.startswith("S = ") for label in others)
     best = []

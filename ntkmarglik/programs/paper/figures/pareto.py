@@ -62,7 +62,7 @@ def pareto(runs: str, timing: str, folder: Path, target: Path) -> None:
             if not points:
                 raise NtkMarglikError(
                     f"No estimator is both in {runs} and, with its time, in {timing}; run both "
-                    f"experiments."
+                    "experiments."
                 )
             _draw(axes, points)
             axes.set_xlabel("seconds of one estimate and its gradient")

@@ -57,7 +57,7 @@ def rows_of(folder: Path, name: str) -> list[Row]:
     if not (folder / name).exists():
         raise NtkMarglikError(
             f"There is no {folder / name}; run its experiment, then draw with --source runs "
-            f"(illustrations/README.md)."
+            "(illustrations/README.md)."
         )
     return read(folder / name)
 

@@ -80,10 +80,9 @@ class SampledLaplace(Samples):
         if step.switched_off.any():
             warnings.warn(
                 f"the targets hold no signal for {self._named(step.switched_off)}: their evidence "
-                f"rises with the prior "
-                "precision without end, so that it was stopped where the group has no effect left; "
-                "check the targets, "
-                "exclude those weights, or let them share a group with others",
+                "rises with the prior precision without end, so that it was stopped where the "
+                "group has no effect left; check the targets, exclude those weights, or let them "
+                "share a group with others",
                 stacklevel=2,
             )
         return self.prior.precision.detach()
@@ -112,8 +111,8 @@ class SampledLaplace(Samples):
         if unknown.any():
             raise MarglikError(
                 f"the next precision of {self._named(unknown)} is not finite; the prior and the "
-                f"samples are as they "
-                "were: use a wider dtype, other solver settings or exclude those weights"
+                "samples are as they were: use a wider dtype, other solver settings or exclude "
+                "those weights"
             )
         return step
 
@@ -157,8 +156,7 @@ class SampledLaplace(Samples):
         if not totals.isfinite().all():
             raise MarglikError(
                 "the evidence is not finite although data, outputs and samples are; use a wider "
-                "dtype or a precision "
-                "nearer to 1"
+                "dtype or a precision nearer to 1"
             )
         error = totals.std().item() / self.samples**0.5 if self.samples > 1 else None
         log_det, ends = each.mean().to(self._like.device), (known - 0.5 * high, known - 0.5 * low)

@@ -27,7 +27,7 @@ def root_rows(system: System, rows: int, like: Tensor) -> Tensor:
     if rows > system.n_data:
         raise MarglikError(
             f"a preconditioner of {rows} rows, one per datum, but there are {system.n_data} data "
-            f"points"
+            "points"
         )
     generator = torch.Generator().manual_seed(system.seed)
     found, scale = torch.zeros(rows, system.layout.size).to(like), system.curvature_scale**0.5

@@ -30,7 +30,7 @@ def probit(likelihood: Likelihood, f: Tensor, variance: Tensor) -> Tensor:
         return likelihood.predict(f)  # the mean of a linear prediction
     if not isinstance(likelihood, Categorical | Bernoulli):
         raise MarglikError(
-            f"the probit approximation is for class probabilities, not for "
+            "the probit approximation is for class probabilities, not for "
             f"{type(likelihood).__name__}; use kind='mc'"
         )
     return likelihood.predict(f / torch.sqrt(1 + math.pi * variance / 8))

@@ -206,8 +206,7 @@ class Samples:
         if not system.precision.isfinite().all():
             raise MarglikError(
                 f"the precision of {self._named(~system.precision.isfinite())} is not finite; set "
-                f"the prior's "
-                "log_precision to a finite value"
+                "the prior's log_precision to a finite value"
             )
         mode = self._solve_mode(system)
         z, parts = self._samples, []
@@ -238,8 +237,8 @@ class Samples:
         if not sizes.isfinite().all():
             raise MarglikError(
                 f"the {what} became infinite or NaN in {self._named(~sizes.isfinite())}; what was "
-                f"known before is "
-                "kept: use a wider dtype, a precision nearer to 1 or other solver settings"
+                "known before is kept: use a wider dtype, a precision nearer to 1 or other "
+                "solver settings"
             )
 
     def _groups(self) -> list[range]:
@@ -341,8 +340,7 @@ class Samples:
         if z is not None and z.shape != (self.samples, self.layout.size):
             raise MarglikError(
                 f"expected {self.samples} samples of {self.layout.size} weights, got a state of "
-                f"{tuple(z.shape)}; "
-                "build the posterior for the same model, samples and exclude"
+                f"{tuple(z.shape)}; build the posterior for the same model, samples and exclude"
             )
         self._z = None if z is None else z.to(device)
         self._mode = None if mode is None else Mode(mode.to(device), 0, float("inf"))

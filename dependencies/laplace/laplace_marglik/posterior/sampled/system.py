@@ -118,8 +118,7 @@ def check_derivatives(pushed: Tensor) -> None:
     datum = int((~pushed.isfinite().all(1)).nonzero()[0])
     raise MarglikError(
         f"the derivative of the network's output for datum {datum} is not finite although the "
-        f"output is; use "
-        "operations that are differentiable there, or a wider dtype"
+        "output is; use operations that are differentiable there, or a wider dtype"
     )
 
 
