@@ -25,10 +25,7 @@ class Estimator:
     """How the marginal likelihood is estimated."""
 
     method: Method = "ntk"
-    """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the
-    training loss; elbo and de-elbo learn a Gaussian posterior, prior variances and augmentation by
-    a variational bound; sampled learns the prior by EM steps from posterior samples.
-    """
+    """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss; elbo and de-elbo learn a Gaussian posterior, prior variances and augmentation by a variational bound; sampled learns the prior by EM steps from posterior samples."""
     subset: int = 500
     """Data points S in a block; 0 = all."""
     outputs: int = 1
@@ -38,25 +35,17 @@ class Estimator:
     partition: Literal["random", "class"] = "random"
     """How data are dealt into blocks: at random, or class by class."""
     root: Literal["paper", "fisher", "symmetric", "eigen"] = "paper"
-    """Root of the likelihood's curvature; paper is the published estimator, the others give true
-    bounds.
-    """
+    """Root of the likelihood's curvature; paper is the published estimator, the others give true bounds."""
     blocks_per_step: int = 0
     """Blocks over which each step is averaged; 0 = one, or one per process of torchrun."""
     shard_blocks: bool = False
-    """Share each block among the processes of torchrun, for blocks larger than one can hold; else
-    each has its own.
-    """
+    """Share each block among the processes of torchrun, for blocks larger than one can hold; else each has its own."""
     aug_block: int = 0
-    """With all data in the block (kfac, diag): data points for each gradient of the augmentation; 0
-    = all.
-    """
+    """With all data in the block (kfac, diag): data points for each gradient of the augmentation; 0 = all."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
     posterior: Literal["scalar", "group", "diagonal"] = "scalar"
-    """Posterior of elbo and de-elbo: one width for all weights, one per group of the prior, or one
-    per weight.
-    """
+    """Posterior of elbo and de-elbo: one width for all weights, one per group of the prior, or one per weight."""
     kappa: float = 0.0
     """Emphasis on the data in de-elbo; 0 = parameters / data."""
     antithetic: bool = False
@@ -70,28 +59,19 @@ class Sampling:
     samples: int = 8
     """Samples k."""
     solver: Literal["cg", "sgd"] = "cg"
-    """Conjugate gradients, in passes over all data, or minibatch gradients with Nesterov
-    momentum.
-    """
+    """Conjugate gradients, in passes over all data, or minibatch gradients with Nesterov momentum."""
     solver_passes: int = 50
     """Passes over the data for a set of samples; with cg at most."""
     solver_tolerance: float = 0.01
     """Relative residual at which cg ends."""
     preconditioner_rows: int = 0
-    """Rows of the data that make a preconditioner for cg; as many vectors of all weights are
-    kept.
-    """
+    """Rows of the data that make a preconditioner for cg; as many vectors of all weights are kept."""
     em_steps: int = 1
     """EM steps on the prior in each round."""
     g_prior: bool = False
-    """Scale features to unit curvature; the learned precision is then that of scaled weights, and
-    weights are trained with the initial one.
-    """
+    """Scale features to unit curvature; the learned precision is then that of scaled weights, and weights are trained with the initial one."""
     curvature: Literal["outputs", "averaged"] = "outputs"
-    """Curvature of the likelihood at the network's outputs (Laplace), or averaged over samples:
-    predicts better where the network is sure of its training data, and makes the evidence a
-    variational bound.
-    """
+    """Curvature of the likelihood at the network's outputs (Laplace), or averaged over samples: predicts better where the network is sure of its training data, and makes the evidence a variational bound."""
     exclude: str = ""
     """Name patterns of weights that samples leave fixed, separated by commas (*norm*)."""
     ladder: int = 9
@@ -105,9 +85,7 @@ class Problem:
     FREE: ClassVar = ("data_root",)
 
     dataset: str = "digits"
-    """digits, mnist, fmnist, usps, cifar10, cifar100, tinyimagenet; also with _r90, _r180,
-    _translated, _scaled.
-    """
+    """digits, mnist, fmnist, usps, cifar10, cifar100, tinyimagenet; also with _r90, _r180, _translated, _scaled."""
     data_root: Path = Path("data")
     """Where data files are, or are downloaded to."""
     n_data: int = 0
@@ -139,9 +117,7 @@ class Hyperparameters:
     flip: bool = False
     """Mirror copies left and right at random."""
     sigma: float = 0.05
-    """Initial width of the posterior of elbo and de-elbo; a small one lets the prior pull random
-    weights to zero.
-    """
+    """Initial width of the posterior of elbo and de-elbo; a small one lets the prior pull random weights to zero."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +135,7 @@ class Training:
     lr_min: float = 1e-6
     """Learning rate of the weights at the end."""
     lr_hyp: float = 0.1
-    """Learning rate of the log prior precision, or of sigma in elbo and de-elbo (Adam), at the
-    start.
-    """
+    """Learning rate of the log prior precision, or of sigma in elbo and de-elbo (Adam), at the start."""
     lr_hyp_min: float = 0.01
     """Learning rate of the log prior precision or of sigma at the end."""
     lr_aug: float = 0.05
@@ -194,17 +168,13 @@ class Run:
     precision: Literal["float32", "float64"] = "float32"
     """Number format of the network."""
     threads: int = 0
-    """CPU threads; 0 = one for a small network, for others all cores but one (threads wait for the
-    slowest).
-    """
+    """CPU threads; 0 = one for a small network, for others all cores but one (threads wait for the slowest)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Run folder; by default runs/ and a name made of the settings."""
     resume: bool = False
     """Continue the run in its folder from the last checkpoint; without one, start it."""
     baseline: bool = True
-    """Also train the MAP baseline (same settings, fixed prior, no learned augmentation) and
-    compare.
-    """
+    """Also train the MAP baseline (same settings, fixed prior, no learned augmentation) and compare."""
     eval_every: int = 0
     """Epochs between evaluations on the test set; 0 = about fifty in all."""
     checkpoint_seconds: float = 10.0
@@ -218,9 +188,7 @@ class Run:
     tensorboard: bool = False
     """Mirror metrics to tensorboard."""
     dry_run: bool = False
-    """Print the resolved settings, sizes and estimates of memory and time; no run folder is
-    made.
-    """
+    """Print the resolved settings, sizes and estimates of memory and time; no run folder is made."""
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,9 @@ class Search:
     """How weight decay and learning rate are found."""
 
     method: Method = "de-elbo"
-    """map: fixed weight decay; map-gs, map-bo: grid search, Bayesian optimisation on held-out data;
-    la-lml: diagonal Laplace evidence; la-clml: grid search by the conditional evidence; elbo,
-    de-elbo: variational bounds.
-    """
+    """map: fixed weight decay; map-gs, map-bo: grid search, Bayesian optimisation on held-out data; la-lml: diagonal Laplace evidence; la-clml: grid search by the conditional evidence; elbo, de-elbo: variational bounds."""
     rates: tuple[float, ...] = (0.1, 0.01, 0.001, 0.0001)
-    """Learning rates to choose from: by the training objective, or on held-out data where decays
-    are found there.
-    """
+    """Learning rates to choose from: by the training objective, or on held-out data where decays are found there."""
     backbone_decay: float = 1e-3
     """Weight decay towards the pretrained weights for map; where la-lml starts."""
     head_decay: float = 1e-3
@@ -40,9 +35,7 @@ class Search:
     trials: int = 20
     """Fits of map-bo before the last one on all data."""
     held_out: float = 0.2
-    """Share of the training data held out by map-gs, map-bo and la-clml; the last fit has all of
-    them.
-    """
+    """Share of the training data held out by map-gs, map-bo and la-clml; the last fit has all of them."""
     draws: int = 20
     """Draws of all weights for the scores of elbo, de-elbo and la-clml."""
     laplace_every: int = 0
@@ -66,13 +59,9 @@ class Task:
     FREE: ClassVar = ("data_root",)
 
     checkpoint: str = "facebook/convnext-tiny-224"
-    """Pretrained network: a folder in the format of save_pretrained, or a name on the Hugging Face
-    hub.
-    """
+    """Pretrained network: a folder in the format of save_pretrained, or a name on the Hugging Face hub."""
     dataset: str = "cifar10"
-    """Images: digits, mnist, fmnist, usps, cifar10, cifar100, tinyimagenet, flowers102, pets37;
-    texts: ag_news.
-    """
+    """Images: digits, mnist, fmnist, usps, cifar10, cifar100, tinyimagenet, flowers102, pets37; texts: ag_news."""
     data_root: Path = Path("data")
     """Where data files are, or are downloaded to."""
     classes: tuple[int, ...] = ()
@@ -84,9 +73,7 @@ class Task:
     max_length: int = 512
     """Longest text in tokens."""
     augment: Literal["none", "flip", "crop"] = "none"
-    """Random changes of training images: mirror left and right (flip), and shift by up to an eighth
-    too (crop).
-    """
+    """Random changes of training images: mirror left and right (flip), and shift by up to an eighth too (crop)."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +110,7 @@ class Run:
     resume: bool = False
     """Continue the run in its folder from the last checkpoint; without one, start it."""
     eval_every: int = 0
-    """Steps between evaluations on the test set (not counted in times); 0 = five in a fit, the last
-    one included.
-    """
+    """Steps between evaluations on the test set (not counted in times); 0 = five in a fit, the last one included."""
     checkpoint_seconds: float = 60.0
     """Least time between checkpoints."""
     save_model: bool = False

@@ -36,9 +36,7 @@ class Grid:
     )
 
     hyperparameter: Literal["prior", "rotation"] = "prior"
-    """What varies: prior precision (1e-4 to 1e4, evenly in its logarithm) or rotation range (0 to
-    pi, evenly).
-    """
+    """What varies: prior precision (1e-4 to 1e4, evenly in its logarithm) or rotation range (0 to pi, evenly)."""
     points: int = 100
     """Values on the grid."""
     structures: tuple[Structure, ...] = ("ntk", "blockdiag", "kfac", "diag")
@@ -57,15 +55,11 @@ class Grid:
         "symmetric",
         "eigen",
     )
-    """For single outputs: root of the likelihood's curvature (with all outputs every root gives the
-    same number).
-    """
+    """For single outputs: root of the likelihood's curvature (with all outputs every root gives the same number)."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
     blocks: int = 0
-    """Blocks evaluated of each partition, drawn at random; 0 = all of them, then the mean is the
-    bound itself.
-    """
+    """Blocks evaluated of each partition, drawn at random; 0 = all of them, then the mean is the bound itself."""
     exact: bool = True
     """Also evaluate the exact value (all data and outputs in one block), if it fits in memory."""
 
@@ -75,9 +69,7 @@ class Reference:
     """The network at which bounds are evaluated."""
 
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Take the network of this run folder instead of training one; the settings of its training
-    then do not apply.
-    """
+    """Take the network of this run folder instead of training one; the settings of its training then do not apply."""
     train_method: Method = "ntk"
     """Method by which its hyperparameters are learned."""
     train_subset: int = 0
@@ -109,9 +101,7 @@ class Place:
     threads: int = 1
     """CPU threads."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder of the trained network and of grid.csv; by default runs/ and a name made of the
-    settings.
-    """
+    """Folder of the trained network and of grid.csv; by default runs/ and a name made of the settings."""
     memory_budget: float = 0.0
     """Gigabytes the evidence may use; 0 = half of what is free."""
     dry_run: bool = False
