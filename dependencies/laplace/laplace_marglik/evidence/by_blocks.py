@@ -78,7 +78,7 @@ def evidence_by_blocks(
         whole.passes.instead = _Turns(whole.passes, blocks, order).second
         return whole
 
-    whole = prepared()
+    whole = ml._with_plan(prepared)
 
     def evaluate() -> Evidence:
         nonlocal whole
@@ -86,7 +86,7 @@ def evidence_by_blocks(
             return ml._evidence(whole)
         except PrecisionLost:
             ml.in_double = True
-            whole = prepared()
+            whole = ml._with_plan(prepared)
             return ml._evidence(whole)
 
     return evaluate

@@ -253,10 +253,12 @@ class MarginalLikelihood:
         return described(*self._laid_out(x))
 
     def _laid_out(self, x: Any, n: int | None = None) -> tuple[Plan, list[Term], Arrangement]:
-        plan = self._planned(self._placed(x))
-        problem = self._problem(plan, n or len(tensors_of(x)[0]), self._k(plan), self._copies(x))
-        parts = parts_of(self.structure, problem)
-        return plan, parts, self._budget.arrange(problem, parts, again=True)
+        with ONE_AT_A_TIME:  # as every estimate: parameters are replaced while a plan is verified
+            plan = self._planned(self._placed(x))
+            n = n or len(tensors_of(x)[0])
+            problem = self._problem(plan, n, self._k(plan), self._copies(x))
+            parts = parts_of(self.structure, problem)
+            return plan, parts, self._budget.arrange(problem, parts, again=True)
 
     # ------------------------------------------------------------------------------------- assembly
 
