@@ -106,36 +106,80 @@ def test_each_shortcut_alone(structure, kfac, switch):
     assert_same(evaluated(alone, torch.float64), evaluated(slow, torch.float64), 1e-9)
 
 
-def test_one_backward_pass_for_the_seeds_of_a_single_weight_together(monkeypatch):
-    """The second pass over KFAC-reduce blocks needs cotangents of the scale only, weighted and
-    summed over seeds.
-    """
+def test_one_backward_pass_for_all_cotangents_of_a_single_weight_together(monkeypatch):
+    """The second pass over KFAC-reduce blocks needs a weighted sum of the scale's cotangents."""
     passes: list[int] = []
-    backward = Chunk._backward
-    monkeypatch.setattr(
-        Chunk,
-        "_backward",
-        lambda self, seed, needed, *rest: (
-            passes.append(len(needed)) or backward(self, seed, needed, *rest)
-        ),
-    )
+    backward = Chunk.backward
+
+    def counted(self, cotangent, needed, **options):
+        passes.append(len(needed))
+        return backward(self, cotangent, needed, **options)
+
+    monkeypatch.setattr(Chunk, "backward", counted)
     found, counts = [], []
-    for fast in (ALL, replace(ALL, weighted_seeds=False)):
+    for fast in (ALL, replace(ALL, weighted_cotangents=False)):
         ml = estimator("kfac", "reduce", torch.float64, None, 2, chunk=6)
         ml._fast = fast
         ml.describe(data(torch.float64)[0])
         passes.clear()
         found.append(evaluated(ml, torch.float64))
         counts.append(len([n for n in passes if n]))
-    seeds, chunks = 3, 3
+    cotangents, chunks = 3, 3
     # the last chunk is kept
-    assert counts == [chunks * (seeds + 1), chunks * seeds + (chunks - 1) * seeds]
+    assert counts == [chunks * (cotangents + 1), chunks * cotangents + (chunks - 1) * cotangents]
     assert_same(*found, 1e-9)
+
+
+class ScaledTwice(nn.Module):
+    """A single weight in two operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x) * self.scale)) * self.scale
+
+
+class Shift(nn.Module):
+    """One shifted copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x + self.by).unsqueeze(1)
+
+
+def test_a_single_weight_that_is_used_twice():
+    """Each use gets the cotangent of its own rows, whichever way these are pulled back."""
+    torch.manual_seed(0)
+    model = ScaledTwice().double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    gradients = []
+    for fast in (ALL, replace(ALL, weighted_cotangents=False), NONE):
+        shift = Shift()
+        ml = MarginalLikelihood(
+            model,
+            "classification",
+            n_data=6,
+            prior=GaussianPrior(model),
+            structure="kfac",
+            kfac="reduce",
+            augment=shift,
+        )
+        ml._fast = fast
+        ml(x, y).total.backward()
+        gradients.append(shift.by.grad)
+    torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-9, atol=0)
+    torch.testing.assert_close(gradients[1], gradients[2], rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("block", [2**20, 100], ids=["at once", "one datum at a time"])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
-def test_shared_factors_of_several_seeds_and_positions(activation, block, monkeypatch):
+def test_shared_factors_of_several_cotangents_and_positions(activation, block, monkeypatch):
     """Piecewise linear networks need the cotangents of inputs, smooth ones those of output
     cotangents too.
     """

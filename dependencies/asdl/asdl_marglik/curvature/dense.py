@@ -17,16 +17,20 @@ from asdl_marglik.linalg import (
     resolved,
 )
 from asdl_marglik.passes.forward import Chunk, Request
+from asdl_marglik.passes.pullback import PullBack
 from asdl_marglik.watch.plan import Plan
 
 
 class _SumOverRows(Term):
     """A statistic that adds a function of the root rows of each chunk.
 
-    keep: the seeded rows of all data are kept instead and the function is applied at the end: then
-    a second pass need not make them again. weighted: of a single number's cotangents it then asks
-    for a weighted sum over seeds only. double: sums in float64, whatever the rows are; of kept rows
-    they always are.
+    Args:
+        sizes: numbers in each weight.
+        groups: of the prior.
+        keep: the rows of all data are kept instead and the function is applied at the end: then a
+            second pass need not make them again.
+        weighted: of a single number's cotangents it then asks for a weighted sum only.
+        double: sums in float64, whatever the rows are; those of kept rows always are.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class _SumOverRows(Term):
         self.double = double and not keep
         self.keep = keep
         self.weighted = keep and weighted
-        self.kinds = ("rows",) if keep else ("sum",)
+        self.pieces = (("rows",),) if keep else (("sum",),)
 
     @abstractmethod
     def reduce(self, rows: Tensor) -> Tensor:
@@ -54,24 +58,21 @@ class _SumOverRows(Term):
         return [(name, "rows") for name in self.names]
 
     def pulls(self, plan: Plan) -> list[Request]:
-        rows = [] if self.keep else self.requests()  # the sum is quadratic in the rows
-        single = {name for name, size in self.sizes.items() if size == 1 and self.weighted}
-        return [
-            *rows,
-            *((name, "weighted" if name in single else form) for name, form in super().pulls(plan)),
-        ]
+        requests = [] if self.keep else self.requests()  # the sum is quadratic in the rows
+        for name, form in super().pulls(plan):
+            single = self.weighted and self.sizes[name] == 1
+            requests.append((name, "weighted" if single else form))
+        return requests
 
     def memory(self, problem: Problem) -> Memory:
-        """The sum, with what its determinant takes in float64; rows of a chunk, their cotangents,
-        and a product.
-        """
+        """The sum and its determinant in float64; rows of a chunk, their cotangents, a product."""
         size = sum(self.sizes.values())
-        side = self._numbers(size)
-        kept = size * problem.n_rows if self.keep else side
+        numbers = self._numbers(size)
+        kept = size * problem.n_rows if self.keep else numbers
         return Memory(
-            problem.element * kept,
-            4 * 8 * side,
-            3 * problem.element * problem.rows_per_datum * size,
+            kept=problem.element * kept,
+            working=4 * 8 * numbers,
+            per_datum=3 * problem.element * problem.rows_per_datum * size,
         )
 
     @abstractmethod
@@ -82,42 +83,47 @@ class _SumOverRows(Term):
         rows = [chunk.rows(name).reshape(chunk.n, chunk.k, -1) for name in self.names]
         return rows[0] if len(rows) == 1 else torch.cat(rows, 2)
 
-    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
+    def observe(
+        self, chunk: Chunk, piece: int = 0, out: list[Tensor] | None = None
+    ) -> list[Tensor]:
         rows = self._rows(chunk)
-        return [rows] if self.keep else [self._reduced(rows, chunk.weights())]
+        return [rows] if self.keep else [self._reduced(rows, chunk.mixing)]
 
     def _reduced(self, rows: Tensor, mixing: Tensor | None) -> Tensor:
-        """The chunk's term from seeded rows."""
+        """The chunk's term from the rows of its output cotangents."""
         rows = rows.double() if self.double else rows
         return self.reduce(mix(rows, None if mixing is None else mixing.to(rows.dtype)))
 
     def _sum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         """The sum over all data, in float64."""
-        given = statistics[0].to(torch.float64)
-        return self.reduce(mix(given, mixing)) if self.keep else given
+        statistic = statistics[0].to(torch.float64)
+        return self.reduce(mix(statistic, mixing)) if self.keep else statistic
 
     def pull(
         self,
-        chunk: Chunk,
-        observations: list[Tensor],
+        back: PullBack,
+        observations: list[list[Tensor]],
         bars: list[Tensor],
-        rows: slice,
+        span: slice,
         log_precision: Tensor,
     ) -> None:
         if self.keep:
-            self._pull_rows(chunk, bars[0][rows])
+            self._pull_rows(back, bars[0][span])
             return
-        v, mixing = self._rows(chunk).requires_grad_(), chunk.weights()
-        leaves = [v] if mixing is None else [v, mixing.requires_grad_()]
+        rows = self._rows(back.chunk).requires_grad_()
+        mixing = back.chunk.mixing
+        leaves = [rows] if mixing is None else [rows, mixing.requires_grad_()]
         with torch.enable_grad():
-            found = torch.autograd.grad(self._reduced(v, mixing), leaves, bars[0])
-        self._pull_rows(chunk, found[0])
+            leaf_bars = torch.autograd.grad(self._reduced(rows, mixing), leaves, bars[0])
+        self._pull_rows(back, leaf_bars[0])
         if mixing is not None:
-            chunk.pull_mixing(found[1])
+            back.mixing(leaf_bars[1])
 
-    def _pull_rows(self, chunk: Chunk, bar: Tensor) -> None:
-        for name, own in zip(self.names, bar.split(list(self.sizes.values()), dim=2), strict=True):
-            chunk.pull_rows(name, own.reshape(chunk.n, chunk.k, *chunk.plan.weights[name].shape))
+    def _pull_rows(self, back: PullBack, bar: Tensor) -> None:
+        by_weight = bar.split(list(self.sizes.values()), dim=2)
+        for name, weight_bar in zip(self.names, by_weight, strict=True):
+            shape = back.chunk.plan.weights[name].shape
+            back.rows(name, weight_bar.reshape(*weight_bar.shape[:2], *shape))
 
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
@@ -125,22 +131,19 @@ class _SumOverRows(Term):
         return self.settled(statistics, mixing)(scale, log_precision)
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        total, coarse = self._sum(statistics, mixing), not self.keep and is_coarse(statistics[0])
+        total = self._sum(statistics, mixing)
+        coarse = not self.keep and is_coarse(statistics[0])
         return lambda scale, log_precision: self.log_det(total, scale, log_precision, coarse=coarse)
 
     @abstractmethod
     def log_det(
         self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool
     ) -> Tensor:
-        """The log-determinant from the sum over all data; coarse: it was made in lower
-        precision.
-        """
+        """The log-determinant from the sum over all data; coarse: one made in lower precision."""
 
 
 class Dense(_SumOverRows):
-    """Exact curvature of its weights: H = sum of outer products of root rows; log|I + P0^-1/2 H
-    P0^-1/2|.
-    """
+    """Exact curvature: H = sum of outer products of root rows; log|I + P0^-1/2 H P0^-1/2|."""
 
     label = "dense"
 

@@ -1,5 +1,4 @@
-"""Kronecker-factored curvature (KFAC) of one weight, in the "expand" and "reduce" settings of
-weight sharing.
+"""Kronecker-factored curvature (KFAC) of one weight, "expand" or "reduce" over shared positions.
 
     H ~= B (x) A
     expand: A = 1/(n T) sum_nt a_nt a_nt^T,               B = sum_nrt g_nrt g_nrt^T
@@ -20,13 +19,14 @@ high.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asdl_marglik.curvature.problem import Group, Problem, Setting
-from asdl_marglik.curvature.term import Memory, Settled, Term, mix
+from asdl_marglik.curvature.term import Kind, Memory, Settled, Term, mix
 from asdl_marglik.errors import PrecisionLost
 from asdl_marglik.linalg import (
     ROUNDING,
@@ -40,6 +40,7 @@ from asdl_marglik.linalg import (
     second_moment,
 )
 from asdl_marglik.passes.forward import Chunk, Form, Request
+from asdl_marglik.passes.pullback import PullBack
 from asdl_marglik.watch.plan import Plan
 
 # weights with a precision each, up to which B (x) A is formed: a determinant of this side takes 10
@@ -48,7 +49,21 @@ EXACT_SIDE = 512
 
 
 class Kron(Term):
-    """Kronecker-factored curvature of one weight of a linear map or convolution."""
+    """Kronecker-factored curvature of one weight of a linear map or convolution.
+
+    Args:
+        name: of the weight.
+        group: of the prior.
+        setting: of weight sharing.
+        n_data: data points in all.
+        keep_inputs: keep the rows of the input factor instead of their sum.
+        keep_outputs: the same for the output factor.
+        bias: the weight is a bias.
+        called_once: the weight is used once in a pass.
+        transposed: it is stored [inputs, outputs].
+        by_moment: sum over positions without patches side by side.
+        double: sums in float64, whatever the network is.
+    """
 
     def __init__(
         self,
@@ -65,14 +80,18 @@ class Kron(Term):
         by_moment: bool = True,
         double: bool = False,
     ):
-        self.double = double  # sums in float64, whatever the network is
-        self.transposed = transposed  # the weight is stored [inputs, outputs]
+        self.double = double
+        self.transposed = transposed
         self.names = (name,)
         self.group = group
         self.setting = setting
         self.n_data = n_data
         self.bias = bias
-        self.kinds = ("rows" if keep_inputs else "sum", "rows" if keep_outputs else "sum")
+        self.kinds: tuple[Kind, Kind] = (
+            "rows" if keep_inputs else "sum",
+            "rows" if keep_outputs else "sum",
+        )
+        self.pieces = (self.kinds,)
         self.label = f"kronecker ({setting})"
         # positions of several calls are pooled before they are reduced
         self.form: Form = setting if called_once else "expand"
@@ -124,55 +143,61 @@ class Kron(Term):
             rows = rows.sum(2, keepdim=True)
         return rows if self.kinds[1] == "rows" else self._moment(mix(rows, mixing).flatten(0, 2))
 
-    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> list[Tensor]:
+    def observe(
+        self, chunk: Chunk, piece: int = 0, out: list[Tensor] | None = None
+    ) -> list[Tensor]:
         name = self.names[0]
         if self._by_moment:
-            inputs = chunk.input_moment(name, double=self.double) / (
-                self.n_data * chunk.n_positions(name)
-            )
+            moment = chunk.input_moment(name, double=self.double)
+            inputs = moment / (self.n_data * chunk.n_positions(name))
         else:
             inputs = self._inputs(chunk.input_factors(name, self.form), chunk.f)
-        return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.weights())]
+        return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.mixing)]
 
     def pull(
         self,
-        chunk: Chunk,
-        observations: list[Tensor],
+        back: PullBack,
+        observations: list[list[Tensor]],
         bars: list[Tensor],
-        rows: slice,
+        span: slice,
         log_precision: Tensor,
     ) -> None:
-        name, n_uses = self.names[0], len(chunk.plan.uses_of[self.names[0]])
-        bars = [
-            bar[rows] if kind == "rows" else bar for bar, kind in zip(bars, self.kinds, strict=True)
-        ]
-        patches_bars: list[Tensor | None] = [None] * n_uses
-        positions_bars: list[Tensor | None] = [None] * n_uses
+        inputs_bar, outputs_bar = (
+            bar[span] if kind == "rows" else bar for bar, kind in zip(bars, self.kinds, strict=True)
+        )
         with torch.enable_grad():
-            if self._by_moment:
-                chunk.pull_input_moment(name, bars[0] / (self.n_data * chunk.n_positions(name)))
-            elif not self.bias:
-                patches = [
-                    p.requires_grad_()
-                    for p in chunk.input_factors(name, self.form)
-                    if p is not None
-                ]
-                patches_bars = list(
-                    torch.autograd.grad(self._inputs([*patches], chunk.f), patches, bars[0])
-                )
-            mixing = chunk.weights()
-            # the mixing is part of the observation
-            inside = self.kinds[1] == "sum" and mixing is not None
-            if chunk.differentiable or inside:
-                leaves = [
-                    g.detach().requires_grad_() for g in chunk.output_factors(name, self.form)
-                ]
-                mixing = mixing.requires_grad_() if inside and mixing is not None else mixing
-                wanted = [*leaves, mixing] if inside and mixing is not None else leaves
-                found = list(torch.autograd.grad(self._outputs(leaves, mixing), wanted, bars[1]))
-                chunk.pull_mixing(found.pop() if inside else None)
-                positions_bars = [*found]
-        chunk.pull_factors(name, self.form, list(zip(patches_bars, positions_bars, strict=True)))
+            patches_bars = self._pull_inputs(back, inputs_bar)
+            positions_bars = self._pull_outputs(back, outputs_bar)
+        pairs = list(zip(patches_bars, positions_bars, strict=True))
+        back.factors(self.names[0], self.form, pairs)
+
+    def _pull_inputs(self, back: PullBack, bar: Tensor) -> Sequence[Tensor | None]:
+        """Cotangents of the patches of every use; the moment hands its own over itself."""
+        name, chunk = self.names[0], back.chunk
+        factors = chunk.input_factors(name, self.form) if not self._by_moment else []
+        patches = [p.requires_grad_() for p in factors if p is not None]
+        if self._by_moment:
+            back.input_moment(name, bar / (self.n_data * chunk.n_positions(name)))
+        if self._by_moment or self.bias:
+            return [None for _ in chunk.plan.uses_of[name]]
+        return torch.autograd.grad(self._inputs([*patches], chunk.f), patches, bar)
+
+    def _pull_outputs(self, back: PullBack, bar: Tensor) -> Sequence[Tensor | None]:
+        """Cotangents of the positions of every use; that of the mixing is handed over."""
+        name, chunk = self.names[0], back.chunk
+        mixing = chunk.mixing
+        # of kept rows the mixing is applied later, outside the observation
+        inside = self.kinds[1] == "sum" and mixing is not None
+        if not (chunk.differentiable or inside):
+            return [None for _ in chunk.plan.uses_of[name]]
+        positions = [g.detach().requires_grad_() for g in chunk.output_factors(name, self.form)]
+        leaves = list(positions)
+        if inside and mixing is not None:
+            leaves.append(mixing.requires_grad_())
+        leaf_bars = torch.autograd.grad(self._outputs(positions, mixing), leaves, bar)
+        if inside:
+            back.mixing(leaf_bars[-1])
+        return leaf_bars[: len(positions)]
 
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor

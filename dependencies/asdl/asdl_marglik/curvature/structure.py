@@ -31,7 +31,7 @@ def _exact(problem: Problem, names: tuple[str, ...]) -> Term:
     sizes = {name: problem.sizes[name] for name in names}
     if problem.n_rows <= sum(sizes.values()):
         return _gram(problem, names)
-    keep, weighted = _keeps(problem, sum(sizes.values())), problem.fast.weighted_seeds
+    keep, weighted = _keeps(problem, sum(sizes.values())), problem.fast.weighted_cotangents
     return Dense(sizes, problem.groups, keep=keep, weighted=weighted, double=problem.double)
 
 

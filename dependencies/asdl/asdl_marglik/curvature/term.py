@@ -1,16 +1,15 @@
-"""What a curvature part is: a term of the log-determinant that covers some weights and needs only
-small statistics.
+"""A term of the log-determinant: it covers some weights and needs only small statistics.
 
-A chunk of data gives `observations`; over chunks these are concatenated ("rows") or added ("sum");
-`summarise` makes the small `statistics` of them, and `log_det_ratio` is a function of the
-statistics, the prior and the likelihood's mixing alone. `pull` is the way back: the cotangents of
-the statistics, for one chunk.
+A chunk of data gives observations, in one or several pieces; over chunks those are put side by side
+("rows") or added ("sum"). `summarise` makes the small statistics of all data of them, one piece
+after the other, and `log_det_ratio` is a function of the statistics, the prior and the mixing of
+root rows alone. `pull` is the way back: the cotangents of the statistics, for one chunk.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,15 +18,21 @@ from torch import Tensor
 
 from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.passes.forward import Chunk, Request
+from asdl_marglik.passes.pullback import PullBack
 from asdl_marglik.watch.plan import Plan
 
+Kind = Literal["rows", "sum"]
 Settled = Callable[[Tensor, Tensor], Tensor]  # (scale, log_precision) -> log-determinant
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: kept for all data together; working, for a moment, besides; per datum of a chunk while
-    it is observed.
+    """An estimate of bytes.
+
+    Args:
+        kept: for all data together, from the first chunk to the last.
+        working: for the algebra on the statistics, freed after it.
+        per_datum: for each datum of a chunk while the chunk is observed.
     """
 
     kept: int = 0
@@ -43,23 +48,30 @@ class Memory:
 
 
 class Term(ABC):
-    """log|I + P0^-1 H| of the weights `names`, for one approximation of H."""
+    """log|I + P0^-1 H| of the weights `names`, for one approximation of H.
+
+    Attributes:
+        names: its weights.
+        pieces: the observations of each piece, by kind; pieces are observed and summarised one
+            after the other, so that only one has to be in memory.
+        label: what `describe` calls it.
+        additive: whether the statistics are observations of all data, of a single piece: rows side
+            by side, or sums over data.
+        depends_on_precision: whether `summarise` does.
+    """
 
     names: tuple[str, ...]
-    kinds: tuple[Literal["rows", "sum"], ...]
-    label: str  # for people
-
-    additive = True  # whether its statistics are sums over data, or rows side by side
-    depends_on_precision = False  # whether `summarise` does
+    pieces: tuple[tuple[Kind, ...], ...]
+    label: str
+    additive = True
+    depends_on_precision = False
 
     @abstractmethod
     def requests(self) -> list[Request]:
-        """What `observe` will ask of the chunk's output cotangents."""
+        """What `observe` will ask of the cotangents of uses."""
 
     def pulls(self, plan: Plan) -> list[Request]:
-        """What `pull` will ask of them, where they are constants: the cotangents of inputs are made
-        of them.
-        """
+        """What `pull` will ask of them where they are constants: inputs' cotangents are made so."""
         moving = [
             name
             for name in self.names
@@ -72,76 +84,91 @@ class Term(ABC):
         """An estimate of the bytes this part takes in a problem."""
 
     @abstractmethod
-    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> Iterable[Tensor]:
-        """Observations of one chunk, without a graph, one per entry of `kinds`, possibly made one
-        by one.
+    def observe(
+        self, chunk: Chunk, piece: int = 0, out: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Observations of one chunk for one piece, without a graph.
 
-        out: where "rows" will be kept; a part may write there at once and return it, to save a
-        copy.
+        Args:
+            chunk: some data points.
+            piece: which of `pieces`.
+            out: where "rows" will be kept; a part may write there at once and return it, to save
+                a copy.
         """
 
-    def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
-        """Small statistics of all observations."""
-        return list(observations)
+    def summarise(
+        self,
+        statistics: list[Tensor],
+        piece: int,
+        observations: list[Tensor],
+        log_precision: Tensor,
+    ) -> list[Tensor]:
+        """Statistics with one more piece of the observations of all data; of none they are []."""
+        return observations
 
     def precision_gradient(
-        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
-    ) -> Tensor | None:
+        self, observations: list[list[Tensor]], bars: list[Tensor], log_precision: Tensor
+    ) -> Tensor:
         """Gradient in the log precision, where `summarise` depends on it."""
-        return None
+        return torch.zeros_like(log_precision)
 
     @abstractmethod
     def pull(
         self,
-        chunk: Chunk,
-        observations: list[Tensor],
+        back: PullBack,
+        observations: list[list[Tensor]],
         bars: list[Tensor],
-        rows: slice,
+        span: slice,
         log_precision: Tensor,
     ) -> None:
-        """Hand the chunk the cotangents of its part of the observations; `rows` are its data
-        points.
+        """Hand a chunk the cotangents of its part of the observations.
+
+        Args:
+            back: the way back through the chunk.
+            observations: of all data, by piece.
+            bars: cotangents of the statistics.
+            span: the chunk's data points among all.
+            log_precision: of the prior's groups.
         """
 
     def exchange(  # noqa: B027 - only rows that are on several ranks have to be exchanged
-        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
+        self, observations: list[list[Tensor]], bars: list[Tensor], log_precision: Tensor
     ) -> None:
-        """What `pull` needs of other ranks."""
+        """Get what `pull` needs of other ranks."""
 
     @abstractmethod
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
-        """The log-determinant in float64: mixing [n, K, R] is still to be applied to "rows", scale
-        multiplies H.
+        """The log-determinant in float64.
+
+        Args:
+            statistics: of all data.
+            mixing: [n, K, R], still to be applied to "rows".
+            scale: multiplies H.
+            log_precision: of the prior's groups, in float64.
         """
 
     @abstractmethod
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        """Eigenvalues of H in float64, zeros possibly left out, for weights that share one
-        precision.
-        """
+        """Eigenvalues of H in float64, zeros possibly left out."""
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        """`log_det_ratio` as a function of the prior, for many evaluations: what does not depend on
-        it is done once.
-        """
+        """`log_det_ratio` as a function of the prior; what does not depend on it is done once."""
         return lambda scale, log_precision: self.log_det_ratio(
             statistics, mixing, scale, log_precision
         )
 
 
 def mix(rows: Tensor, mixing: Tensor | None) -> Tensor:
-    """Root rows [n, R, ...] from seeded rows [n, K, ...]."""
+    """Root rows [n, R, ...] from the rows [n, K, ...] of the output cotangents."""
     return rows if mixing is None else torch.einsum("nkr,nk...->nr...", mixing, rows)
 
 
 def inverse_precision(log_precision: Tensor, groups: Groups, sizes: Mapping[str, int]) -> Tensor:
     """Diagonal of P0^-1 for the listed weights [sum of sizes]."""
-    parts = [
-        log_precision[groups[name]].expand(size)
-        if isinstance(groups[name], int)
-        else log_precision[groups[name]]
-        for name, size in sizes.items()
-    ]
-    return torch.exp(-torch.cat([p.reshape(-1) for p in parts]))
+    parts = []
+    for name, size in sizes.items():
+        entries = log_precision[groups[name]].reshape(-1)
+        parts.append(entries.expand(size))
+    return torch.exp(-torch.cat(parts))

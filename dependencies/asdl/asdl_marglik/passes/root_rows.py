@@ -1,5 +1,6 @@
-"""Which rows of U^T J are wanted: seeds for the backward passes, and the mixing of their
-results.
+"""Which rows of V = U^T J are wanted: cotangents of the outputs, and how their rows are mixed.
+
+row r of datum i  =  sum_k mixing[i, k, r] * cotangents[i, k] . J_i
 """
 
 from __future__ import annotations
@@ -11,34 +12,37 @@ from torch import Tensor
 
 
 class RootRows(Protocol):
-    """Which rows of U^T J are wanted: row r of datum i is  sum_k weights[i, k, r] * seeds[i, k] .
-    J_i.
-    """
+    """Which rows of U^T J are wanted of data points with outputs f, targets y and some columns."""
 
-    seeds_follow_outputs: bool  # whether the seeds depend on the outputs (else they are constants)
+    cotangents_follow_outputs: bool  # whether they depend on the outputs (else they are constants)
 
-    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
         """Cotangents of the outputs [n, K, C] for outputs f [n, C]."""
 
-    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
-        """Mixing of the seeded rows [n, K, R], or None for the identity."""
+    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        """Coefficients [n, K, R] of the rows of these cotangents, or None for the identity."""
 
 
 @dataclass
 class Selection:
-    """The rows wanted of a chunk: a rule for rows, with the targets and columns it is applied
-    to.
+    """The root rows wanted of a chunk.
+
+    Args:
+        root_rows: which rows.
+        y: targets of the data points.
+        columns: root columns of each [n, K].
     """
 
-    rule: RootRows
+    root_rows: RootRows
     y: Tensor
-    columns: Tensor  # [n, K]
+    columns: Tensor
 
-    def seeds(self, f: Tensor) -> Tensor:
-        return self.rule.seeds(f, self.y, self.columns)
+    def cotangents(self, f: Tensor) -> Tensor:
+        return self.root_rows.cotangents(f, self.y, self.columns)
 
-    def weights(self, f: Tensor) -> Tensor | None:
-        return self.rule.weights(f, self.y, self.columns)
+    def mixing(self, f: Tensor) -> Tensor | None:
+        return self.root_rows.mixing(f, self.y, self.columns)
 
     def of(self, i: int) -> Selection:
-        return Selection(self.rule, self.y[i : i + 1], self.columns[i : i + 1])
+        """The rows of one datum."""
+        return Selection(self.root_rows, self.y[i : i + 1], self.columns[i : i + 1])

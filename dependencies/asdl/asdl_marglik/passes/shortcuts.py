@@ -16,7 +16,7 @@ class FastPaths:
 
     piecewise_linear: bool = True  # leave out the derivative of output cotangents where it is zero
     factored_rows: bool = True  # a kernel from the factors of rows, without the rows
-    # the same for several seeds and positions, which share a datum's inputs
+    # the same for several cotangents and positions, which share a datum's inputs
     shared_factors: bool = True
     # half of a symmetric kernel of many rows is the mirror image of the other
     mirrored_kernels: bool = True
@@ -25,12 +25,14 @@ class FastPaths:
     kept_rows: bool = True  # rows of few numbers stay for the second pass
     deferred_rows: bool = True  # rows of one weight at a time, where no second pass follows
     kept_chunks: bool = True  # the last chunks of the first pass are the first of the second
-    fewer_seeds: bool = True  # no seed along a direction of the outputs that the likelihood ignores
+    fewer_cotangents: bool = (
+        True  # none along a direction of the outputs that the likelihood ignores
+    )
     # of a cached block: lower triangles side by side, vectors where the rank is one
     packed_kernels: bool = True
     kept_log_prob: bool = True  # of a cached block: log-likelihoods that no parameter can change
-    # for few single weights with kept rows: one backward pass for the seeds together
-    weighted_seeds: bool = True
+    # for few single weights with kept rows: one backward pass for all cotangents together
+    weighted_cotangents: bool = True
 
 
 ALL = FastPaths()

@@ -1,5 +1,4 @@
-"""Two passes over the data: small statistics first, exact gradients of anything computed from them
-second.
+"""Two passes over the data: small statistics, then exact gradients of anything made of them.
 
 Pass 1 runs chunk by chunk without keeping a graph and leaves the outputs and small statistics, as
 the results of one autograd node. Whatever is computed from those (log-determinant, likelihood) is
@@ -11,8 +10,8 @@ gradient reaches the node and pass 2 never runs.
 What stays in memory between the chunks: `Collected` keeps the observations of every part, all
 that a second pass may need, and little where observations are sums. `Deferred` keeps, of every
 chunk, the inputs and output cotangents of the operations instead, and makes the observations at the
-end, one after the other: the rows of all weights are never in memory together. It serves where no
-second pass follows and what it keeps is smaller than the rows.
+end, one piece after the other: the rows of all weights are never in memory together. It serves
+where no second pass follows and what it keeps is smaller than the rows.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asdl_marglik.curvature.term import Term
+from asdl_marglik.curvature.term import Kind, Term
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.passes.forward import Chunk, Differentiate, Scratch
 from asdl_marglik.passes.memory import Arrangement
+from asdl_marglik.passes.pullback import PullBack
 from asdl_marglik.passes.root_rows import RootRows, Selection
 from asdl_marglik.passes.shortcuts import ALL, FastPaths
 from asdl_marglik.watch.model import (
@@ -51,67 +51,75 @@ from asdl_marglik.watch.model import (
 from asdl_marglik.watch.plan import Plan
 
 Batch = tuple[Inputs, Tensor, Tensor]  # inputs, targets, columns [n, K]
+Gradients = tuple[list[Tensor], list[Tensor]]  # in the network's leaves, in the augmentation's
 # relative difference of two computations of the same; other random numbers differ by far more
 ALIKE = 1e-4
 
 
 class Residency(ABC):
-    """Takes chunks in, gives observations of all data out."""
+    """What stays of the chunks of a first pass: takes them in, gives observations of all data."""
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
         """Take in one more chunk."""
 
     @abstractmethod
-    def observations(self) -> Iterator[Iterable[Tensor]]:
-        """For every part, its observations of all data; each may be used only until the next is
-        asked for.
-        """
+    def observations(self, number: int, piece: int) -> list[Tensor]:
+        """Those of one piece of a part, of all data."""
 
 
 class Collected(Residency):
-    """Observations of every part as they come: "rows" side by side in one buffer, "sum" added
-    up.
+    """Observations of every part as they come: "rows" side by side in one buffer, "sum" added up.
+
+    Args:
+        parts: whose observations.
+        n_data: data points in all chunks together.
     """
 
     def __init__(self, parts: Sequence[Term], n_data: int):
         self._parts = parts
         self._n_data = n_data
         self._count = 0
-        self._held: list[list[Tensor]] = [[] for _ in parts]
+        self._held: list[list[list[Tensor]]] = [[[] for _ in part.pieces] for part in parts]
 
     def add(self, chunk: Chunk) -> None:
-        own = slice(self._count, self._count + chunk.n)
+        span = slice(self._count, self._count + chunk.n)
         self._count += chunk.n
         if self._count > self._n_data:  # reported, with the full count, when all batches are read
             return
         for part, held in zip(self._parts, self._held, strict=True):
-            self._add(part, chunk, held, own)
+            for piece in range(len(part.pieces)):
+                self._add_piece(part, piece, chunk, held[piece], span)
 
-    def _add(self, part: Term, chunk: Chunk, held: list[Tensor], own: slice) -> None:
+    def _add_piece(
+        self, part: Term, piece: int, chunk: Chunk, held: list[Tensor], span: slice
+    ) -> None:
         if chunk.n == self._n_data:  # a single chunk
-            held.extend(part.observe(chunk))
+            held.extend(part.observe(chunk, piece))
             return
-        places = [h[own] for h in held] if held and set(part.kinds) == {"rows"} else None
-        found = list(part.observe(chunk, places))
+        kinds = part.pieces[piece]
+        places = [h[span] for h in held] if held and set(kinds) == {"rows"} else None
+        observations = part.observe(chunk, piece, places)
         if not held:
-            held.extend(
-                o.new_empty(self._n_data, *o.shape[1:]) if kind == "rows" else torch.zeros_like(o)
-                for kind, o in zip(part.kinds, found, strict=True)
-            )
-        for kind, kept, observation in zip(part.kinds, held, found, strict=True):
+            held.extend(self._empty(o, kind) for o, kind in zip(observations, kinds, strict=True))
+        for kind, total, observation in zip(kinds, held, observations, strict=True):
             if kind == "sum":
-                kept += observation
-            elif places is None or observation.data_ptr() != kept[own].data_ptr():
-                kept[own] = observation
+                total += observation
+            elif observation.data_ptr() != total[span].data_ptr():  # it was not written there
+                total[span] = observation
 
-    def observations(self) -> Iterator[Iterable[Tensor]]:
-        return iter(self._held)
+    def _empty(self, observation: Tensor, kind: Kind) -> Tensor:
+        """Where the observations of all data go, of which this is the first."""
+        if kind == "sum":
+            return torch.zeros_like(observation)
+        return observation.new_empty(self._n_data, *observation.shape[1:])
 
-    @property
-    def held(self) -> list[list[Tensor]]:
-        """Observations by part, to keep for a second pass."""
-        return self._held
+    def observations(self, number: int, piece: int) -> list[Tensor]:
+        return self._held[number][piece]
+
+    def of_part(self, number: int) -> list[list[Tensor]]:
+        """All pieces of a part."""
+        return self._held[number]
 
 
 class Deferred(Residency):
@@ -125,48 +133,99 @@ class Deferred(Residency):
         chunk.drop_graph()
         self._chunks.append(chunk)
 
-    def observations(self) -> Iterator[Iterable[Tensor]]:
-        return (self._of(part) for part in self._parts)
+    def observations(self, number: int, piece: int) -> list[Tensor]:
+        part = self._parts[number]
+        by_chunk = [part.observe(chunk, piece) for chunk in self._chunks]
+        if len(by_chunk) == 1:
+            return by_chunk[0]
+        by_slot = zip(*by_chunk, strict=True)
+        return [
+            torch.cat(chunks) if kind == "rows" else torch.stack(chunks).sum(0)
+            for kind, chunks in zip(part.pieces[piece], by_slot, strict=True)
+        ]
 
-    def _of(self, part: Term) -> Iterator[Tensor]:
-        by_chunk = [iter(part.observe(chunk)) for chunk in self._chunks]
-        for kind in part.kinds:
-            pieces = [next(observations) for observations in by_chunk]
-            if len(pieces) == 1:
-                yield pieces[0]
-            else:
-                yield torch.cat(pieces) if kind == "rows" else torch.stack(pieces).sum(0)
+
+@dataclass
+class Seen:
+    """What the second pass has to know of the first, by batch where nothing else is said."""
+
+    targets: list[Tensor] = field(default_factory=list)
+    columns: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)  # fingerprints
+    copies: list[Tensor] = field(default_factory=list)  # fingerprints of augmented inputs
+    outputs: Tensor | None = None  # of all data, if a second pass will follow
+    checksum: Tensor | None = None  # of all parameters
+    chunks: dict[int, Chunk] = field(default_factory=dict)  # with graphs, by their first datum
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Cotangents of what the first pass gave.
+
+    Args:
+        outputs: of f [N, C].
+        parts: of the statistics of every part.
+        log_precision: at which the statistics were made.
+    """
+
+    outputs: Tensor | None
+    parts: list[list[Tensor]]
+    log_precision: Tensor
+
+    def of(self, parts: Sequence[Term], span: slice) -> Bars:
+        """For some data points: their outputs and rows; sums and kernels belong to all data."""
+        by_part = [_of_span(part, bars, span) for part, bars in zip(parts, self.parts, strict=True)]
+        outputs = None if self.outputs is None else self.outputs[span]
+        return Bars(outputs, by_part, self.log_precision)
+
+
+def _of_span(part: Term, bars: list[Tensor], span: slice) -> list[Tensor]:
+    if not part.additive:
+        return bars
+    kinds = part.pieces[0]
+    return [bar[span] if kind == "rows" else bar for bar, kind in zip(bars, kinds, strict=True)]
 
 
 @dataclass
 class Passes:
-    """Everything needed to run both passes over the same data with the same random draws."""
+    """Everything needed to run both passes over the same data with the same random draws.
+
+    Args:
+        plan: where the rows of each weight come from.
+        parts: terms of the log-determinant.
+        root_rows: which rows are wanted.
+        batches: gives the same batches in the same order every time.
+        augment: turns inputs [n, ...] into copies [n, A, ...].
+        n_data: data points in all batches together.
+        arrangement: the layout in memory.
+        seed: of all random draws.
+        network_leaves: hyperparameters inside the network or the likelihood's root.
+        hyper_in_network: whether there are any inside the network.
+        differentiate_augmentation: whether gradients in the augmentation are wanted.
+        fast: the shortcuts that may be taken.
+        reuse: keep the first pass: later evaluations only look at prior and likelihood.
+        next_batch: if given, gradients are estimated from the batch (number, x, y) of the first
+            pass that it returns, instead of from all of them.
+    """
 
     plan: Plan
     parts: list[Term]
-    rule: RootRows
-    batches: Callable[[], Iterable[Batch]]  # the same batches, in the same order, every time
+    root_rows: RootRows
+    batches: Callable[[], Iterable[Batch]]
     augment: nn.Module | None
-    n_data: int  # in all batches together
+    n_data: int
     arrangement: Arrangement
     seed: int
-    network_leaves: Sequence[Tensor]  # hyperparameters inside the network or the likelihood's root
+    network_leaves: Sequence[Tensor]
     hyper_in_network: bool
     differentiate_augmentation: bool = True
     fast: FastPaths = ALL
-    reuse: bool = False  # keep the first pass: later evaluations only look at prior and likelihood
-    # of the second pass, with its arguments
-    instead: Callable[..., tuple[list[Tensor], list[Tensor]]] | None = None
-    targets: list[Tensor] = field(default_factory=list)
-    columns: list[Tensor] = field(default_factory=list)
-    _fingerprints: list[Tensor] = field(default_factory=list)  # of the inputs of each batch
-    _copy_fingerprints: list[Tensor] = field(default_factory=list)  # and of their augmented copies
-    _outputs: Tensor | None = None  # of the first pass, as the second has to give them again
-    _observations: list[list[Tensor]] = field(default_factory=list)
-    _counts: list[int] = field(default_factory=list)
-    _checksum: Tensor | None = None  # of all parameters, in the first pass
+    reuse: bool = False
+    next_batch: Callable[[], tuple[int, Inputs, Tensor]] | None = None
+    seen: Seen = field(default_factory=Seen)
+    _collected: Collected | None = None
+    _counts: list[int] = field(default_factory=list)  # statistics of each part
     _results: list[Tensor] = field(default_factory=list)
-    _kept: dict[int, Chunk] = field(default_factory=dict)
     _scratch: Scratch = field(default_factory=Scratch)
 
     @property
@@ -179,34 +238,35 @@ class Passes:
     def summary_depends_on_precision(self) -> bool:
         return any(part.depends_on_precision for part in self.parts)
 
-    def _all_copies(self) -> Iterator[Inputs]:
-        return (self.augmented(x, index) for index, (x, _, _) in enumerate(self.batches()))
-
     @property
     def rows_of_data(self) -> tuple[Tensor, Tensor]:
         """Targets and columns of all data seen."""
-        return torch.cat(self.targets), torch.cat(self.columns)
+        return torch.cat(self.seen.targets), torch.cat(self.seen.columns)
 
     @property
     def batch_lengths(self) -> list[int]:
         """Data points in each batch of the first pass."""
-        return [len(y) for y in self.targets]
+        return [len(y) for y in self.seen.targets]
 
-    def only(self, number: int, x: Inputs, y: Tensor) -> Passes:
-        """The second pass over one batch of the first, at the hyperparameters of now."""
-        columns = self.columns[number]
-        return replace(
-            self,
-            batches=lambda: [(x, y, columns)],
-            n_data=len(y),
-            seed=self.seed + number,
-            targets=[y],
-            instead=None,
-            _fingerprints=[self._fingerprints[number]],
-            _copy_fingerprints=[],
-            _outputs=None,
-            _checksum=None,
-        )
+    @property
+    def unchanged(self) -> bool:
+        """Whether all parameters are those of the first pass, where a second one was to follow."""
+        before = self.seen.checksum
+        return before is None or torch.equal(checksum(self._parameters()), before)
+
+    def _parameters(self) -> list[Tensor]:
+        """Everything learnable behind the outputs."""
+        modules = [self.plan.model] if self.augment is None else [self.plan.model, self.augment]
+        return [p for module in modules for p in module.parameters()]
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The model in evaluation mode, and random draws that leave the global state alone."""
+        check_hooks(self.plan.model)
+        with evaluating(self.plan.model), seeded(self.seed, self.plan.device):
+            yield
+
+    # ---------------------------------------------------------------------------------- chunks
 
     def augmented(self, x: Inputs, index: int) -> Inputs:
         """Copies [n, A, ...] of a batch, the same ones in both passes."""
@@ -214,151 +274,213 @@ class Passes:
             return map_inputs(lambda t: t.unsqueeze(1), x)
         return augmented(self.augment, x, self.seed + index)
 
-    def _slices(self, x: Inputs) -> list[slice]:
-        n, copies = tensors_of(x)[0].shape[:2]
-        number = -(-n // max(1, self.arrangement.chunk_inputs // copies))
-        step = -(-n // number)  # chunks of equal size
+    def _all_copies(self) -> Iterator[Inputs]:
+        return (self.augmented(x, index) for index, (x, _, _) in enumerate(self.batches()))
+
+    def _spans(self, copies: Inputs) -> list[slice]:
+        """The data points of each chunk of a batch; chunks are of equal size."""
+        n, n_copies = tensors_of(copies)[0].shape[:2]
+        number = -(-n // max(1, self.arrangement.chunk_inputs // n_copies))
+        step = -(-n // number)
         return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
     def _chunk(
-        self,
-        copies: Inputs,
-        own: slice,
-        y: Tensor,
-        columns: Tensor,
-        *,
-        with_graph: bool,
-        observe: bool,
+        self, copies: Inputs, batch: Batch, span: slice, *, with_graph: bool, observe: bool
     ) -> Chunk:
-        """The pass over some data points, to observe, `with_graph` if cotangents will be taken back
-        through it.
+        """The pass over some data points of a batch.
+
+        Args:
+            copies: of the whole batch.
+            batch: its inputs, targets and columns.
+            span: which data points.
+            with_graph: cotangents will be taken back through it.
+            observe: the parts will look at it.
         """
-        x = map_inputs(lambda t: t.detach(), taken(copies, own))
+        x = map_inputs(lambda t: t.detach(), taken(copies, span))
         if with_graph and self.augment_leaves:
             x = map_inputs(lambda t: t.requires_grad_(t.is_floating_point()), x)
+        requests = [request for part in self.parts for request in part.requests()]
+        pulls = [request for part in self.parts for request in part.pulls(self.plan)]
+        _, y, columns = batch
         seed_all(self.seed, self.plan.device)
         with torch.enable_grad():
             return Chunk(
                 self.plan,
                 x,
-                Selection(self.rule, y[own], columns[own]),
+                Selection(self.root_rows, y[span], columns[span]),
                 differentiate=self._differentiate if with_graph else "never",
+                requests=requests if observe else [],
+                pulls=pulls if with_graph else [],
                 scratch=self._scratch,
-                requests=[request for part in self.parts for request in part.requests()]
-                if observe
-                else [],
-                pulls=[request for part in self.parts for request in part.pulls(self.plan)]
-                if with_graph
-                else [],
             )
+
+    @property
+    def _differentiate(self) -> Differentiate:
+        """Whether the output cotangents themselves depend on what is differentiated."""
+        moving = self.hyper_in_network or self.root_rows.cotangents_follow_outputs
+        return "always" if moving or not self.fast.piecewise_linear else "where needed"
+
+    # ------------------------------------------------------------------------------ first pass
 
     def first(self, log_precision: Tensor, *, keep: bool, again: bool) -> list[Tensor]:
         """Outputs [N, C], then the statistics of every part.
 
-        keep: the observations, for gradients that need them. again: a second pass will follow.
+        Args:
+            log_precision: of the prior's groups.
+            keep: the observations, for gradients that need them.
+            again: a second pass will follow.
         """
         if self._results:
-            if self.summary_depends_on_precision:
-                return [self._results[0], *self._summarise(self._observations, log_precision)]
-            return self._results
-        keep |= self.reuse and self.summary_depends_on_precision
+            return self._results_at(log_precision)
+        later = self.summary_depends_on_precision or self.next_batch is not None
+        keep |= self.reuse and later
         collected = Collected(self.parts, self.n_data)
-        held: Residency = Deferred(self.parts) if self.arrangement.defer and not keep else collected
-        self._forget()
-        self._checksum = checksum(self._parameters()) if again or self.reuse else None
-        outputs: list[Tensor] = []
-        inputs_finite: list[Tensor] = []
+        deferred = self.arrangement.defer and not keep
+        held: Residency = Deferred(self.parts) if deferred else collected
+        self.seen = Seen()
+        if again or self.reuse:
+            self.seen.checksum = checksum(self._parameters())
         with self._running():
-            for index, (x, y, columns) in enumerate(self.batches()):
-                inputs_finite.append(finite(x))
-                self._fingerprints.append(fingerprint(x))
-                self.targets.append(y)
-                self.columns.append(columns)
-                outputs.extend(self._observed(index, (x, y, columns), held, again=again))
-            self._check_count()
-            f = torch.cat(outputs)
-            # looked at once: asking for every chunk would keep a GPU waiting
-            check_finite(inputs_finite, f, self.plan.model, self._all_copies)
-            self._outputs = f if again else None
-            results = [f, *self._summarise(held.observations(), log_precision)]
+            f = self._outputs_of_all(held, again=again)
+            results = [f, *self._summarise(held, log_precision)]
         if keep:
-            self._observations = collected.held
+            self._collected = collected
         if self.reuse:
             self._results = results
         return results
 
-    def _forget(self) -> None:
-        """Nothing is known of an earlier first pass."""
-        self.targets = []
-        self.columns = []
-        self._kept = {}
-        self._fingerprints = []
-        self._copy_fingerprints = []
+    def _results_at(self, log_precision: Tensor) -> list[Tensor]:
+        """Those of an earlier first pass, for the log precision of now."""
+        if not self.summary_depends_on_precision:
+            return self._results
+        assert self._collected is not None
+        return [self._results[0], *self._summarise(self._collected, log_precision)]
 
-    def _observed(self, index: int, batch: Batch, held: Residency, *, again: bool) -> list[Tensor]:
-        """Let `held` take in the chunks of a batch; returns their outputs."""
-        x, y, columns = batch
+    def _outputs_of_all(self, held: Residency, *, again: bool) -> Tensor:
+        """The pass itself: outputs f [N, C]; `held` takes in the chunks."""
+        outputs: list[Tensor] = []
+        inputs_finite: list[Tensor] = []
+        for index, batch in enumerate(self.batches()):
+            x, y, columns = batch
+            inputs_finite.append(finite(x))
+            self.seen.inputs.append(fingerprint(x))
+            self.seen.targets.append(y)
+            self.seen.columns.append(columns)
+            outputs.extend(self._outputs_of_batch(index, batch, held, again=again))
+        self._check_count()
+        f = torch.cat(outputs)
+        # looked at once: asking for every chunk would keep a GPU waiting
+        check_finite(inputs_finite, f, self.plan.model, self._all_copies)
+        self.seen.outputs = f if again else None
+        return f
+
+    def _outputs_of_batch(
+        self, index: int, batch: Batch, held: Residency, *, again: bool
+    ) -> list[Tensor]:
         with torch.no_grad():
-            copies = self.augmented(x, index)
+            copies = self.augmented(batch[0], index)
         if again and self.augment is not None:
-            self._copy_fingerprints.append(fingerprint(copies))
-        slices = self._slices(copies)
-        block = len(y) == self.n_data  # not a stream of batches
-        kept = self.arrangement.kept_chunks if again and block else 0
-        stay = {own.start for own in slices[max(0, len(slices) - kept) :]}
+            self.seen.copies.append(fingerprint(copies))
+        spans = self._spans(copies)
+        one_batch = len(batch[1]) == self.n_data  # not a stream of batches
+        n_kept = self.arrangement.kept_chunks if again and one_batch else 0
+        kept = {span.start for span in spans[max(0, len(spans) - n_kept) :]}
         outputs = []
-        for own in slices:
-            graph = own.start in stay
-            chunk = self._chunk(copies, own, y, columns, with_graph=graph, observe=True)
+        for span in spans:
+            graph = span.start in kept
+            chunk = self._chunk(copies, batch, span, with_graph=graph, observe=True)
             outputs.append(chunk.f.detach())
             held.add(chunk)
             if graph:
-                self._kept[own.start] = chunk
+                self.seen.chunks[span.start] = chunk
             del chunk  # before the next is there
         return outputs
 
     def _check_count(self) -> None:
-        count = sum(len(y) for y in self.targets)
+        count = sum(self.batch_lengths)
         if count != self.n_data:
             raise CurvatureError(
                 f"the loader gave {count} data points in all, but n_data={self.n_data}; the two "
                 "must agree"
             )
 
-    def _summarise(
-        self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor
-    ) -> list[Tensor]:
-        statistics = [
-            p.summarise(o, log_precision) for p, o in zip(self.parts, observations, strict=True)
+    def _summarise(self, held: Residency, log_precision: Tensor) -> list[Tensor]:
+        """The statistics of all parts, one after the other."""
+        by_part = [
+            self._statistics(number, held, log_precision) for number in range(len(self.parts))
         ]
-        self._counts = [len(s) for s in statistics]
-        return [s for part in statistics for s in part]
+        self._counts = [len(statistics) for statistics in by_part]
+        return [statistic for statistics in by_part for statistic in statistics]
+
+    def _statistics(self, number: int, held: Residency, log_precision: Tensor) -> list[Tensor]:
+        """Those of one part, from one piece after the other."""
+        part = self.parts[number]
+        statistics: list[Tensor] = []
+        for piece in range(len(part.pieces)):
+            # no name for the observations: they may go before the next are made
+            statistics = part.summarise(
+                statistics, piece, held.observations(number, piece), log_precision
+            )
+        return statistics
 
     def split(self, flat: list[Tensor]) -> list[list[Tensor]]:
         """A flat list of statistics, or of their cotangents, part by part."""
-        remaining = iter(flat)
-        return [[next(remaining) for _ in range(count)] for count in self._counts]
+        by_part = []
+        start = 0
+        for count in self._counts:
+            by_part.append(flat[start : start + count])
+            start += count
+        return by_part
 
-    def precision_gradient(self, bars: list[list[Tensor]], log_precision: Tensor) -> Tensor:
+    # ----------------------------------------------------------------------------- second pass
+
+    def precision_gradient(self, bars: Bars) -> Tensor:
         """Gradient in the log precision of the statistics that depend on it."""
-        total = torch.zeros_like(log_precision)
-        for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
-            gradient = part.precision_gradient(observations, part_bars, log_precision)
-            if gradient is not None:
-                total += gradient
+        total = torch.zeros_like(bars.log_precision)
+        for number, part in enumerate(self.parts):
+            if part.depends_on_precision:
+                assert self._collected is not None
+                total += part.precision_gradient(
+                    self._collected.of_part(number), bars.parts[number], bars.log_precision
+                )
         return total
 
-    def second(
-        self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def gradients(self, bars: Bars) -> Gradients:
         """Gradients in the network leaves and in the augmentation's parameters."""
+        return self.second(bars) if self.next_batch is None else self._estimated(bars)
+
+    def _estimated(self, bars: Bars) -> Gradients:
+        """Those of one batch, times N/S: statistics are sums over data, so this is unbiased."""
+        assert self.next_batch is not None
+        number, x, y = self.next_batch()
+        lengths = self.batch_lengths
+        start = sum(lengths[:number])
+        span = slice(start, start + lengths[number])
+        network, augment = self._only(number, x, y).second(bars.of(self.parts, span))
+        scale = sum(lengths) / lengths[number]
+        return [scale * gradient for gradient in network], [scale * g for g in augment]
+
+    def _only(self, number: int, x: Inputs, y: Tensor) -> Passes:
+        """The second pass over one batch of the first, at the hyperparameters of now."""
+        columns = self.seen.columns[number]
+        return replace(
+            self,
+            batches=lambda: [(x, y, columns)],
+            n_data=len(y),
+            seed=self.seed + number,
+            next_batch=None,
+            seen=Seen(targets=[y], columns=[columns], inputs=[self.seen.inputs[number]]),
+        )
+
+    def second(self, bars: Bars) -> Gradients:
+        """The pass itself, over all batches."""
         if not self.unchanged:
             raise CurvatureError(
                 "parameters were changed between the evidence and its backward pass, which would "
                 "mix old and new values; call backward before any optimiser step"
             )
         try:
-            return self._second(f_bar, bars, log_precision)
+            return self._second(bars)
         except RuntimeError as error:
             if "derivative" not in str(error) or "not implemented" not in str(error):
                 raise
@@ -368,104 +490,83 @@ class Passes:
                 "that: write it with other operations, or learn prior, noise and temperature only"
             ) from error
 
-    def _second(
-        self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _second(self, bars: Bars) -> Gradients:
         network = [torch.zeros_like(leaf) for leaf in self.network_leaves]
         augment = [torch.zeros_like(leaf) for leaf in self.augment_leaves]
-        same = _Same()
-        count = 0
+        repeated = _Repeated()
+        start = 0
         with self._running(), torch.enable_grad():
-            for index, (x, y, columns) in enumerate(self.batches()):
-                same.batches.append(self._repeated(index, x, y))
-                copies = self.augmented(x, index)
-                if self._copy_fingerprints:
-                    known = self._copy_fingerprints[index]
-                    same.copies.append(_alike(fingerprint(copies), known))
-                copies_bar = [torch.zeros_like(t) for t in tensors_of(copies) if t.requires_grad]
-                # chunks kept from the first pass come first, and go
-                for own in reversed(self._slices(copies)):
-                    chunk = self._kept.pop(own.start, None) if index == 0 else None
-                    if chunk is None:
-                        chunk = self._chunk(copies, own, y, columns, with_graph=True, observe=False)
-                    span = slice(count + own.start, count + own.stop)
-                    if self._outputs is not None:
-                        same.outputs.append(_alike(chunk.f.detach(), self._outputs[span]))
-                    found = self._pulled(chunk, copies, f_bar, bars, span, log_precision)
-                    _add(network, found[: len(network)])
-                    for total, gradient in zip(copies_bar, found[len(network) :], strict=True):
-                        total[own] = gradient
-                    del chunk, found
-                if copies_bar:
-                    moving = [t for t in tensors_of(copies) if t.requires_grad]
-                    leaves = self.augment_leaves
-                    _add(
-                        augment, torch.autograd.grad(moving, leaves, copies_bar, allow_unused=True)
-                    )
-                count += len(y)
+            for index, batch in enumerate(self.batches()):
+                repeated.batches.append(self._same_batch(index, batch))
+                in_network, in_augment = self._back(index, batch, start, bars, repeated)
+                _add(network, in_network)
+                _add(augment, in_augment)
+                start += len(batch[1])
         self._scratch = Scratch()  # let its memory go
-        same.check(all_batches=count == sum(len(y) for y in self.targets))
+        repeated.check(all_batches=start == sum(self.batch_lengths))
         _check_gradients([*network, *augment])
         return network, augment
 
+    def _back(
+        self, index: int, batch: Batch, start: int, bars: Bars, repeated: _Repeated
+    ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
+        """Gradients of one batch, whose first datum is number `start` of all."""
+        copies = self.augmented(batch[0], index)
+        if self.seen.copies:
+            repeated.copies.append(_alike(fingerprint(copies), self.seen.copies[index]))
+        moving = [t for t in tensors_of(copies) if t.requires_grad]
+        copies_bar = [torch.zeros_like(t) for t in moving]
+        network = [torch.zeros_like(leaf) for leaf in self.network_leaves]
+        # chunks kept from the first pass come first, and go
+        for span in reversed(self._spans(copies)):
+            chunk = self.seen.chunks.pop(span.start, None) if index == 0 else None
+            if chunk is None:
+                chunk = self._chunk(copies, batch, span, with_graph=True, observe=False)
+            place = slice(start + span.start, start + span.stop)
+            if self.seen.outputs is not None:
+                repeated.outputs.append(_alike(chunk.f.detach(), self.seen.outputs[place]))
+            in_network, in_inputs = self._pulled(chunk, copies, bars, place)
+            _add(network, in_network)
+            for total, gradient in zip(copies_bar, in_inputs, strict=True):
+                total[span] = gradient
+            del chunk, in_network, in_inputs
+        if not moving:
+            return network, [None for _ in self.augment_leaves]
+        leaves = self.augment_leaves
+        return network, torch.autograd.grad(moving, leaves, copies_bar, allow_unused=True)
+
     def _pulled(
-        self,
-        chunk: Chunk,
-        copies: Inputs,
-        f_bar: Tensor | None,
-        bars: list[list[Tensor]],
-        span: slice,
-        log_precision: Tensor,
-    ) -> list[Tensor]:
-        """Gradients of a chunk in the network leaves, then in those of its inputs that move."""
-        for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
-            part.pull(chunk, observations, part_bars, span, log_precision)
+        self, chunk: Chunk, copies: Inputs, bars: Bars, span: slice
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients of a chunk in the network leaves, and in those of its inputs that move."""
+        assert self._collected is not None
+        back = PullBack(chunk)
+        for number, part in enumerate(self.parts):
+            observations = self._collected.of_part(number)
+            part.pull(back, observations, bars.parts[number], span, bars.log_precision)
+        if bars.outputs is not None:
+            back.outputs(bars.outputs[span])
         pairs = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)
         moving = [leaf for leaf, copy in pairs if copy.requires_grad]
-        outputs_bar = None if f_bar is None else f_bar[span]
-        return chunk.finish(outputs_bar, [*self.network_leaves, *moving])
+        gradients = back.gradients([*self.network_leaves, *moving])
+        n_network = len(self.network_leaves)
+        return gradients[:n_network], gradients[n_network:]
 
-    def _parameters(self) -> list[Tensor]:
-        """Everything learnable behind the outputs."""
-        modules = [self.plan.model] if self.augment is None else [self.plan.model, self.augment]
-        return [p for module in modules for p in module.parameters()]
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether the parameters are still those of the first pass, as far as it was to be followed
-        by another.
-        """
-        return self._checksum is None or torch.equal(checksum(self._parameters()), self._checksum)
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """The model in evaluation mode, and random draws that leave the global state alone."""
-        check_hooks(self.plan.model)
-        with evaluating(self.plan.model), seeded(self.seed, self.plan.device):
-            yield
-
-    @property
-    def _differentiate(self) -> Differentiate:
-        """Whether the output cotangents themselves depend on what is differentiated."""
-        moving = self.hyper_in_network or self.rule.seeds_follow_outputs
-        return "always" if moving or not self.fast.piecewise_linear else "where needed"
-
-    def _repeated(self, index: int, x: Inputs, y: Tensor) -> Tensor:
-        """Whether this batch is that of the first pass, as a tensor: nobody waits for it."""
-        if index >= len(self.targets) or self.targets[index].shape != y.shape:
+    def _same_batch(self, index: int, batch: Batch) -> Tensor:
+        """Whether this batch is that of the first pass, as a tensor: no device has to wait."""
+        x, y, _ = batch
+        if index >= len(self.seen.targets) or self.seen.targets[index].shape != y.shape:
             raise CurvatureError(_OTHER_BATCHES)
-        found = fingerprint(x)
-        if found.shape != self._fingerprints[index].shape:
+        before, now = self.seen.inputs[index], fingerprint(x)
+        if now.shape != before.shape:
             raise CurvatureError(_OTHER_BATCHES)
-        return (self.targets[index] == y).all() & (self._fingerprints[index] == found).all()
+        return (self.seen.targets[index] == y).all() & (before == now).all()
 
 
 _OTHER_BATCHES = (
     "the loader gave other batches in the second pass than in the first; gradients need the same "
     "data in the same order: use shuffle=False (any fixed order will do)"
 )
-
-
 _OTHER_COPIES = (
     "the augmentation made other copies in the second pass than in the first; only torch's global "
     "generators are seeded for it: draw random numbers from them (torch.rand without generator=), "
@@ -479,7 +580,7 @@ _OTHER_OUTPUTS = (
 
 
 @dataclass
-class _Same:
+class _Repeated:
     """Whether the second pass saw what the first did; looked at once, when it is over."""
 
     batches: list[Tensor] = field(default_factory=list)
@@ -494,6 +595,13 @@ class _Same:
             raise CurvatureError(_OTHER_COPIES)
         if self.outputs and not torch.stack(self.outputs).all():
             raise CurvatureError(_OTHER_OUTPUTS)
+
+
+def _alike(now: Tensor, before: Tensor) -> Tensor:
+    """Whether two computations of the same agree up to rounding; as a tensor, not waited for."""
+    if now.shape != before.shape:
+        return torch.zeros((), dtype=torch.bool, device=now.device)
+    return ((now - before).abs() <= ALIKE * before.abs().max()).all()
 
 
 def _add(totals: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -520,30 +628,32 @@ class _TwoPasses(torch.autograd.Function):
         ctx.passes = passes
         ctx.save_for_backward(log_precision)
         again = any(ctx.needs_input_grad[2:])
-        return tuple(
-            passes.first(log_precision.detach(), keep=any(ctx.needs_input_grad), again=again)
-        )
+        keep = any(ctx.needs_input_grad)
+        return tuple(passes.first(log_precision.detach(), keep=keep, again=again))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, f_bar: Tensor, *bars: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, f_bar: Tensor, *statistics_bars: Tensor) -> tuple[Tensor | None, ...]:
         passes: Passes = ctx.passes
         (log_precision,) = ctx.saved_tensors
-        by_part = passes.split(list(bars))
+        bars = Bars(f_bar, passes.split(list(statistics_bars)), log_precision.detach())
         precision_bar = None
         if ctx.needs_input_grad[1]:
             with full_precision(passes.plan.model):
-                precision_bar = passes.precision_gradient(by_part, log_precision)
+                precision_bar = passes.precision_gradient(bars)
         leaves = ctx.needs_input_grad[2:]
         if not any(leaves):
             return (None, precision_bar, *[None] * len(leaves))
-        network, augment = (passes.instead or passes.second)(f_bar, by_part, log_precision.detach())
+        network, augment = passes.gradients(bars)
         return (None, precision_bar, *network, *augment)
 
 
 def statistics(passes: Passes, log_precision: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-    """Outputs f [N, C] and the statistics of every part, differentiable in all hyperparameters of
-    the forward pass.
+    """Outputs f [N, C] and the statistics of every part, differentiable in all hyperparameters.
+
+    Args:
+        passes: both passes over the data.
+        log_precision: of the prior's groups [G].
     """
     precision = log_precision if passes.summary_depends_on_precision else log_precision.detach()
     f, *flat = _TwoPasses.apply(passes, precision, *passes.network_leaves, *passes.augment_leaves)
@@ -551,9 +661,7 @@ def statistics(passes: Passes, log_precision: Tensor) -> tuple[Tensor, list[list
 
 
 def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
-    """The module's copies [n, A, ...] of x [n, ...], with random draws that depend on `seed`
-    alone.
-    """
+    """The module's copies [n, A, ...] of x [n, ...], with random draws that depend on `seed`."""
     n, device = len(tensors_of(x)[0]), tensors_of(x)[0].device
     with seeded(seed, device):
         copies = augment(copied(x))  # which may write to its input
@@ -565,12 +673,3 @@ def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
                 "x.unsqueeze(1)"
             )
     return copies
-
-
-def _alike(found: Tensor, expected: Tensor) -> Tensor:
-    """Whether two computations of the same gave the same, up to rounding; as a tensor that is not
-    waited for.
-    """
-    if found.shape != expected.shape:
-        return torch.zeros((), dtype=torch.bool, device=found.device)
-    return ((found - expected).abs() <= ALIKE * expected.abs().max()).all()

@@ -13,7 +13,7 @@ makes its strip K_r = [V_r V_1^T, ...].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from asdl_marglik.curvature.kernel.row_storage import Factors, Rows, Store, in_d
 from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.term import Memory
 from asdl_marglik.linalg import gram_in_double, gram_of, product_in_double
-from asdl_marglik.passes.forward import Chunk
+from asdl_marglik.passes.pullback import PullBack
 from asdl_marglik.ranks.ranks import Ranks
 
 STEP = "rows of the kernel"
@@ -51,26 +51,13 @@ class ShardedGram(Gram):
         self._cotangents: list[list[Tensor]] = []
 
     def memory(self, problem: Problem) -> Memory:
-        """Own rows and their cotangents; a weight's rows as they are exchanged; the kernels and
-        their determinant.
-        """
+        """Own rows and their cotangents; a weight's rows as they are exchanged; the kernels."""
         kept = [problem.held * store.bytes_per_datum(problem) for store in self.stores]
-        head = super().memory(problem).working
-        return Memory(2 * sum(kept), max(3 * max(kept), head))
-
-    def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
-        grams: list[Tensor | None] = [None] * (len(self.shared) + bool(self.elementwise))
-        for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            index = self._index(store.name)
-            inverse = self._inverse(store.name, log_precision, kept[-1])
-            gram, known = self._gram(store, kept, inverse), grams[index]
-            grams[index] = gram if known is None else known.add_(gram)
-        whole = torch.stack([gram for gram in grams if gram is not None])
-        self.ranks.sum_([whole], "kernels")
-        return [whole]
+        algebra = super().memory(problem).working
+        return Memory(kept=2 * sum(kept), working=max(3 * max(kept), algebra))
 
     def _gram(self, store: Store, kept: list[Tensor], inverse: Tensor | None) -> Tensor:
-        """This rank's term of a weight's kernel [S K, S K]."""
+        """This rank's term of a weight's kernel [S K, S K]; the passes add up those of all."""
         if isinstance(store, Rows):
             columns = self._columns(store, kept)
             own_inverse = None if inverse is None else self._of_columns(inverse)
@@ -93,22 +80,17 @@ class ShardedGram(Gram):
         return per_weight[self.ranks.spans(len(per_weight))[self.ranks.rank]]
 
     def _visits(self, kept: list[Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
-        """The data points of one rank after the other: where they are in the block, and what is
-        kept of them.
-        """
-        return zip(
-            self.ranks.spans(self.n_data), self.ranks.visits(kept, self.n_data, STEP), strict=True
-        )
+        """One rank after the other: where its data are in the block, and what is kept of them."""
+        visitors = self.ranks.visits(kept, self.n_data, STEP)
+        return zip(self.ranks.spans(self.n_data), visitors, strict=True)
 
     def exchange(
-        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
+        self, observations: list[list[Tensor]], bars: list[Tensor], log_precision: Tensor
     ) -> None:
-        """Make the cotangents that `pull` will hand out, also those that only a full graph will
-        need.
-        """
+        """Make the cotangents that `pull` will hand out, also those only a full graph will need."""
         self._cotangents = []
-        for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse = self._inverse(store.name, log_precision, kept[-1])
+        for store, kept in zip(self.stores, observations, strict=True):
+            inverse = self._inverse_precision(store, log_precision, kept)
             bar = bars[0][self._index(store.name)]
             self._cotangents.append(self._back(store, kept, bar + bar.mT, inverse))
 
@@ -118,12 +100,9 @@ class ShardedGram(Gram):
         """Cotangents of what is kept of own data, from that of a whole kernel."""
         n_own, k = len(kept[0]), len(symmetric) // self.n_data
         if isinstance(store, Rows):
-            own = self._columns(store, kept)
-            columns = (
-                symmetric @ own
-                if symmetric.dtype == own.dtype
-                else product_in_double(symmetric, own)
-            )
+            v = self._columns(store, kept)
+            same = symmetric.dtype == v.dtype
+            columns = symmetric @ v if same else product_in_double(symmetric, v)
             if inverse is not None:
                 columns *= self._of_columns(inverse)
             size = store.all_rows([t[:1] for t in kept]).shape[1]
@@ -131,20 +110,20 @@ class ShardedGram(Gram):
         total: list[Tensor] = []
         for span, visitors in self._visits(kept):
             piece = symmetric[_rows_of(self.own, k), _rows_of(span, k)].contiguous()
-            found = store.cotangents(kept, visitors, piece, inverse)
-            total = [t.add_(f) for t, f in zip(total, found, strict=True)] if total else found
+            terms = store.cotangents(kept, visitors, piece, inverse)
+            total = [t.add_(term) for t, term in zip(total, terms, strict=True)] if total else terms
         return total
 
     def pull(
         self,
-        chunk: Chunk,
-        observations: list[Tensor],
+        back: PullBack,
+        observations: list[list[Tensor]],
         bars: list[Tensor],
-        rows: slice,
+        span: slice,
         log_precision: Tensor,
     ) -> None:
         for store, cotangents in zip(self.stores, self._cotangents, strict=True):
-            store.hand(chunk, [c[rows] for c in cotangents])
+            store.hand(back, [c[span] for c in cotangents])
 
 
 def _rows_of(span: slice, k: int) -> slice:

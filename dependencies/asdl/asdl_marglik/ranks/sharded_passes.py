@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from asdl_marglik.errors import CurvatureError
-from asdl_marglik.passes.two_passes import Batch, Passes, augmented
+from asdl_marglik.passes.two_passes import (
+    Bars,
+    Batch,
+    Gradients,
+    Passes,
+    Residency,
+    Seen,
+    augmented,
+)
 from asdl_marglik.ranks.ranks import Ranks
 from asdl_marglik.watch.model import Inputs, fingerprint, taken
 
@@ -77,24 +85,21 @@ class ShardedPasses(Passes):
     def batch_lengths(self) -> list[int]:
         return self.lengths
 
-    def only(self, number: int, x: Inputs, y: Tensor) -> Passes:
+    def _only(self, number: int, x: Inputs, y: Tensor) -> Passes:
         start = sum(self.lengths[:number])
         columns = self.rows_of_data[1][start : start + len(y)]
-        block = replace(
+        one = replace(
             self,
             batches=lambda: [(x, y, columns)],
             n_data=len(y),
             seed=self.seed + number,
-            instead=None,
-            _copy_fingerprints=[],
-            _outputs=None,
-            _checksum=None,
-            _kept={},
+            next_batch=None,
+            seen=Seen(),
         )
-        if block.n_data:
-            own = taken(x, block.own)
-            block.targets, block._fingerprints = [y[block.own]], [fingerprint(own)]
-        return block
+        if one.n_data:
+            own = taken(x, one.own)
+            one.seen = Seen(targets=[y[one.own]], inputs=[fingerprint(own)])
+        return one
 
     @property
     def rows_of_data(self) -> tuple[Tensor, Tensor]:
@@ -122,7 +127,7 @@ class ShardedPasses(Passes):
         results = super().first(log_precision, keep=keep, again=again)
         gathered = [
             self.ranks.gather(t, self.n_all, "outputs of all data")
-            for t in (results[0], torch.cat(self.targets), torch.cat(self.columns))
+            for t in (results[0], torch.cat(self.seen.targets), torch.cat(self.seen.columns))
         ]
         results[0] = gathered[0]
         self._everything = gathered[1], gathered[2]
@@ -144,55 +149,32 @@ class ShardedPasses(Passes):
                 "alike"
             )
 
-    def _summarise(
-        self, observations: Iterable[Iterable[Tensor]], log_precision: Tensor
-    ) -> list[Tensor]:
-        found = []
-        for part, observed in zip(self.parts, observations, strict=True):
-            statistics = part.summarise(observed, log_precision)
-            if part.additive:
-                statistics = [t.contiguous() for t in statistics]
-                added = [t for t, kind in zip(statistics, part.kinds, strict=True) if kind == "sum"]
-                self.ranks.sum_(added, f"statistics of {part.names[0]}")
-                statistics = [
-                    t
-                    if kind == "sum"
-                    else self.ranks.gather(t, self.n_all, f"rows of {part.names[0]}")
-                    for t, kind in zip(statistics, part.kinds, strict=True)
-                ]
-            found.append(statistics)
-        self._counts = [len(s) for s in found]
-        return [s for part in found for s in part]
-
-    def precision_gradient(self, bars: list[list[Tensor]], log_precision: Tensor) -> Tensor:
-        return self.ranks.sum(
-            super().precision_gradient(bars, log_precision), "gradient in the prior"
-        )
-
-    def second(
-        self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        for part, observations, part_bars in zip(self.parts, self._observations, bars, strict=True):
-            part.exchange(observations, part_bars, log_precision)
-        if self.n_data:
-            own_bars = self._taken(bars)
-            found = super().second(
-                None if f_bar is None else f_bar[self.own], own_bars, log_precision
-            )
-        else:
-            network, augment = self.network_leaves, self.augment_leaves
-            found = [torch.zeros_like(t) for t in network], [torch.zeros_like(t) for t in augment]
-        self.ranks.sum_([t for part in found for t in part], "gradients of all data")
-        return found
-
-    def _taken(self, bars: list[list[Tensor]]) -> list[list[Tensor]]:
-        """The cotangents of own data's rows, and those of sums and kernels."""
+    def _statistics(self, number: int, held: Residency, log_precision: Tensor) -> list[Tensor]:
+        """Those of one part: kernels and sums are added up over ranks, rows are gathered."""
+        part = self.parts[number]
+        what = part.names[0]
+        statistics = [t.contiguous() for t in super()._statistics(number, held, log_precision)]
+        kinds = part.pieces[0] if part.additive else ("sum",) * len(statistics)
+        added = [t for t, kind in zip(statistics, kinds, strict=True) if kind == "sum"]
+        self.ranks.sum_(added, f"statistics of {what}")
         return [
-            part_bars
-            if not part.additive
-            else [
-                bar[self.own] if kind == "rows" else bar
-                for bar, kind in zip(part_bars, part.kinds, strict=True)
-            ]
-            for part, part_bars in zip(self.parts, bars, strict=True)
+            t if kind == "sum" else self.ranks.gather(t, self.n_all, f"rows of {what}")
+            for t, kind in zip(statistics, kinds, strict=True)
         ]
+
+    def precision_gradient(self, bars: Bars) -> Tensor:
+        return self.ranks.sum(super().precision_gradient(bars), "gradient in the prior")
+
+    def second(self, bars: Bars) -> Gradients:
+        assert self._collected is not None
+        for number, part in enumerate(self.parts):
+            observations = self._collected.of_part(number)
+            part.exchange(observations, bars.parts[number], bars.log_precision)
+        if self.n_data:
+            gradients = super().second(bars.of(self.parts, self.own))
+        else:
+            network = [torch.zeros_like(t) for t in self.network_leaves]
+            augment = [torch.zeros_like(t) for t in self.augment_leaves]
+            gradients = network, augment
+        self.ranks.sum_([t for part in gradients for t in part], "gradients of all data")
+        return gradients

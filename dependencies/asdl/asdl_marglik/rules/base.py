@@ -30,6 +30,7 @@ class Call:
     input: Tensor | None  # None when the rows do not depend on it
     weights: dict[str, Tensor]  # role -> tensor
     options: dict[str, Any] = field(default_factory=dict)
+    axis: int = 0  # where the output has the batch, once a plan has said so
 
 
 class Rule(ABC):

@@ -44,15 +44,15 @@ class Elementwise(Rule):
         if a is not None and call.weights["weight"].numel() == 1:
             rows = g.flatten(1).unsqueeze(1) @ a.flatten(1).unsqueeze(2)
             return rows.reshape(len(g), *call.weights["weight"].shape)
-        shape, axis = call.weights["weight"].shape, call.options["axis"]
+        shape = call.weights["weight"].shape
         if a is None:  # summed first: the sign then costs nothing
             summed = (
                 g.flatten(1).sum(1).reshape(-1, *shape)
                 if shape.numel() == 1
-                else _sum_to(g.sum(1), shape, axis)
+                else _sum_to(g.sum(1), shape, call.axis)
             )
             return summed if call.options["sign"] == 1 else -summed
-        return _sum_to((g * a).sum(1), shape, axis)
+        return _sum_to((g * a).sum(1), shape, call.axis)
 
 
 class Expand(Elementwise):

@@ -49,9 +49,13 @@ class Plan:
         if signature_of(recorder) != self.signature or not recorder.opaque <= self.persample:
             raise PlanChanged
         uses = list(zip(recorder.uses, self.layouts, strict=True))
-        for use, layout in uses:  # no more positions than the layouts were found for
-            if layout is not None and layout.single and use.shape[layout.axis] != batch:
+        for use, layout in uses:
+            if layout is None:
+                continue
+            # no more positions than the layouts were found for
+            if layout.single and use.shape[layout.axis] != batch:
                 raise PlanChanged
+            use.call.axis = layout.axis
         return uses
 
 

@@ -196,16 +196,16 @@ def _candidate(
 
 
 @dataclass
-class _FixedSeeds:
-    """Given seeds, no mixing: what the checks use."""
+class _ConstantCotangents:
+    """Constant output cotangents [2, 1, C], no mixing: what the checks use."""
 
-    given: Tensor
-    seeds_follow_outputs = False
+    constants: Tensor
+    cotangents_follow_outputs = False
 
-    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
-        return self.given[y]
+    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return self.constants[y]
 
-    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
         return None
 
 
@@ -214,10 +214,10 @@ def _selection(plan: Plan, pair: Inputs) -> Selection:
         outputs = run(plan.model, copied(pair))
         outputs = outputs.reshape(len(outputs), -1)
     generator = torch.Generator().manual_seed(0)
-    seeds = torch.randn(2, 1, outputs.shape[1], generator=generator, dtype=torch.float64).to(
-        outputs
-    )
-    return Selection(_FixedSeeds(seeds), torch.arange(2, device=outputs.device), torch.zeros(2, 1))
+    shape = (2, 1, outputs.shape[1])
+    constants = torch.randn(shape, generator=generator, dtype=torch.float64).to(outputs)
+    data = torch.arange(2, device=outputs.device)
+    return Selection(_ConstantCotangents(constants), data, torch.zeros(2, 1))
 
 
 def _verify_rows(plan: Plan, pair: Inputs) -> None:
@@ -231,7 +231,8 @@ def _verify_rows(plan: Plan, pair: Inputs) -> None:
         expected = []
         for i in range(2):
             f = averaged_output(plan.model, leaves, taken(pair, slice(i, i + 1)))
-            expected.append(gradients(f, list(leaves.values()), selection.of(i).seeds(f)[0, 0]))
+            cotangent = selection.of(i).cotangents(f)[0, 0]
+            expected.append(gradients(f, list(leaves.values()), cotangent))
     largest = max(float(g.abs().max()) for g in expected[0] + expected[1])
     for index, name in enumerate(plan.weights):
         if name in plan.persample:

@@ -14,45 +14,16 @@ Steps of one round share G, so that a step costs as much as its block (after Imm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asdl_marglik import Passes, PrecisionLost
+from asdl_marglik import PrecisionLost
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.block import PreparedBlock
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
-
-
-@dataclass
-class _Turns:
-    """All data in blocks, of which each second pass takes the next."""
-
-    whole: Passes
-    blocks: Sequence[tuple[Any, Tensor]]
-    order: Iterator[int]
-
-    def second(
-        self, f_bar: Tensor | None, bars: list[list[Tensor]], log_precision: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Gradients of the next block, times N/S, from the cotangents of all data."""
-        number, lengths = next(self.order), self.whole.batch_lengths
-        own = slice(sum(lengths[:number]), sum(lengths[: number + 1]))
-        chosen = [
-            [
-                bar[own] if kind == "rows" else bar
-                for bar, kind in zip(part_bars, part.kinds, strict=True)
-            ]
-            for part, part_bars in zip(self.whole.parts, bars, strict=True)
-        ]
-        block = self.whole.only(number, *self.blocks[number])
-        found = block.second(None if f_bar is None else f_bar[own], chosen, log_precision)
-        scale = sum(lengths) / lengths[number]
-        network, augment = ([scale * gradient for gradient in part] for part in found)
-        return network, augment
 
 
 def evidence_by_blocks(
@@ -66,6 +37,10 @@ def evidence_by_blocks(
     """
     order = _rounds(len(blocks), generator)
 
+    def next_batch() -> tuple[int, Any, Tensor]:
+        number = next(order)
+        return number, *blocks[number]
+
     def prepared() -> PreparedBlock:
         whole = ml._all_data(blocks)
         for part in whole.passes.parts:
@@ -75,7 +50,7 @@ def evidence_by_blocks(
                     f"but that of {part.names[0]} is a kernel; use ml.full_batch"
                 )
         whole.passes.reuse = True
-        whole.passes.instead = _Turns(whole.passes, blocks, order).second
+        whole.passes.next_batch = next_batch
         return whole
 
     whole = ml._with_plan(prepared)

@@ -53,9 +53,9 @@ from laplace_marglik.evidence.memory import Budget
 from laplace_marglik.evidence.rows import (
     Rows,
     checked_columns,
+    cotangents_per_datum,
     draw_columns,
     rows_for,
-    seeds_per_datum,
 )
 from laplace_marglik.likelihood import Likelihood, likelihood_for
 from laplace_marglik.likelihood.base import Root
@@ -303,17 +303,17 @@ class MarginalLikelihood:
 
     def _rows(self, plan: Plan, k: int) -> Rows:
         return rows_for(
-            self.likelihood, plan.output_shape, self.root, k, contrasts=self._fast.fewer_seeds
+            self.likelihood, plan.output_shape, self.root, k, contrasts=self._fast.fewer_cotangents
         )
 
     def _problem(self, plan: Plan, n: int, k: int, copies: int) -> Problem:
-        seeds = seeds_per_datum(self._rows(plan, k), k)
+        rows = cotangents_per_datum(self._rows(plan, k), k)
         half = self.row_dtype is not None
         return Problem(
             plan,
             self.prior.groups,
             n_data=n,
-            rows_per_datum=seeds,
+            rows_per_datum=rows,
             copies=copies,
             setting=self.kfac,
             granularity=self.blocks,
@@ -480,7 +480,7 @@ class MarginalLikelihood:
         with torch.no_grad():
             f, parts = statistics(passes, self.prior.log_precision)
             if not passes.summary_depends_on_precision:
-                mixing = passes.rule.weights(f, *passes.rows_of_data)
+                mixing = passes.root_rows.mixing(f, *passes.rows_of_data)
                 block.log_dets = [
                     p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)
                 ]
@@ -517,7 +517,7 @@ class MarginalLikelihood:
             log_dets = [settled(scale, theta) for settled in block.log_dets]
         else:
             f, parts = statistics(passes, log_precision)
-            mixing = passes.rule.weights(f, *passes.rows_of_data)
+            mixing = passes.root_rows.mixing(f, *passes.rows_of_data)
             log_dets = [
                 p.log_det_ratio(s, mixing, scale, theta)
                 for p, s in zip(passes.parts, parts, strict=True)

@@ -1,10 +1,10 @@
 """Which rows of U^T J a block contains, in the two forms the curvature engine takes.
 
-Single outputs: constant seeds (one-hot), with the root of the sub-block of Lambda as mixing weights
+Single outputs: constant cotangents (one-hot), with the root of the sub-block of Lambda as mixing
 afterwards. Used for all outputs (any root gives the same determinant), for diagonal Lambda, and for
-the published estimator. Contrasts: as before for all outputs, with fewer seeds where the likelihood
-ignores a direction of the outputs. Root columns: the seeds are columns of a true root and depend on
-the outputs.
+the published estimator. Contrasts: as before for all outputs, with fewer cotangents where the
+likelihood ignores a direction of the outputs. Root columns: the cotangents are columns of a true
+root and depend on the outputs.
 """
 
 from __future__ import annotations
@@ -21,42 +21,48 @@ from laplace_marglik.likelihood.base import Root
 
 @dataclass
 class SingleOutputs:
+    """Rows of single outputs, mixed by a root of their sub-block of Lambda."""
+
     likelihood: Likelihood
     shape: torch.Size  # of one datum's outputs
-    seeds_follow_outputs = False
+    cotangents_follow_outputs = False
 
-    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(columns, f.shape[1]).to(f.dtype)
 
-    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
         return self.likelihood.block_root(f.double().reshape(-1, *self.shape), y, columns)
 
 
 @dataclass
 class Contrasts:
+    """Rows of all outputs, from the directions [R, C] that the likelihood does not ignore."""
+
     likelihood: Likelihood
     shape: torch.Size
-    directions: Tensor  # [R, C]
-    seeds_follow_outputs = False
+    directions: Tensor
+    cotangents_follow_outputs = False
 
-    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
         return self.directions.to(f).expand(len(f), -1, -1)
 
-    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
         return self.likelihood.contrast_root(f.double().reshape(-1, *self.shape), y)
 
 
 @dataclass
 class RootColumns:
+    """Rows of some columns of a true root of Lambda."""
+
     likelihood: Likelihood
     shape: torch.Size
     kind: Root
-    seeds_follow_outputs = True
+    cotangents_follow_outputs = True
 
-    def seeds(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
         return self.likelihood.root(f.double().reshape(-1, *self.shape), y, self.kind, columns).mT
 
-    def weights(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
         return None
 
 
@@ -66,8 +72,14 @@ Rows = SingleOutputs | Contrasts | RootColumns
 def rows_for(
     likelihood: Likelihood, shape: torch.Size, root: Root, k: int, *, contrasts: bool = True
 ) -> Rows:
-    """The form in which k of all root columns are computed; `contrasts` allows that of fewer
-    seeds.
+    """The form in which k of all root columns are computed.
+
+    Args:
+        likelihood: whose root.
+        shape: of one datum's outputs.
+        root: which root.
+        k: columns of each datum.
+        contrasts: allow the form of fewer cotangents.
     """
     directions = likelihood.contrasts(shape) if contrasts and k == shape.numel() else None
     if directions is not None:
@@ -77,7 +89,7 @@ def rows_for(
     return RootColumns(likelihood, shape, root)
 
 
-def seeds_per_datum(rows: Rows, k: int) -> int:
+def cotangents_per_datum(rows: Rows, k: int) -> int:
     """Backward passes per datum for k root columns."""
     return len(rows.directions) if isinstance(rows, Contrasts) else k
 

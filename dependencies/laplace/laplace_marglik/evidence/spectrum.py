@@ -62,7 +62,7 @@ class SpectralMarginalLikelihood(MarginalLikelihood):
         ntk.
         """
         # single outputs are asked for, not their contrasts
-        self._fast = replace(ALL, fewer_seeds=False)
+        self._fast = replace(ALL, fewer_cotangents=False)
         with torch.no_grad():
             made = self._with_plan(lambda: self._single_block(x, y, None, None))
             f, ((grams,),) = statistics(made.passes, self.prior.log_precision)
@@ -77,7 +77,7 @@ class SpectralMarginalLikelihood(MarginalLikelihood):
         passes = made.passes
         f, parts = statistics(passes, self.prior.log_precision)
         targets, columns = passes.rows_of_data
-        mixing = passes.rule.weights(f, targets, columns)
+        mixing = passes.root_rows.mixing(f, targets, columns)
         values = [part.spectrum(own, mixing) for part, own in zip(passes.parts, parts, strict=True)]
         log_prob = self.likelihood.log_prob(f.double().reshape(-1, *made.shape), targets).sum()
         return Spectrum(

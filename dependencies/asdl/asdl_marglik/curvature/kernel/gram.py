@@ -1,12 +1,11 @@
-"""The neural tangent kernel: the Gram matrix of Jacobian rows, kept apart by prior group so that
-the prior can move.
+"""The neural tangent kernel: a Gram matrix of root rows for each group, so that the prior can move.
 
 log|I + V P0^-1 V^T|,   V P0^-1 V^T = sum_g exp(-log_precision_g) V_g V_g^T
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from asdl_marglik.curvature.kernel.prior_steps import Combination
 from asdl_marglik.curvature.kernel.row_storage import Rows, Store
 from asdl_marglik.curvature.problem import Groups, Problem
-from asdl_marglik.curvature.term import Memory, Settled, Term
+from asdl_marglik.curvature.term import Kind, Memory, Settled, Term
 from asdl_marglik.linalg import (
     eigenvalues,
     is_coarse,
@@ -25,13 +24,17 @@ from asdl_marglik.linalg import (
     weighted_sum,
 )
 from asdl_marglik.passes.forward import Chunk, Request
+from asdl_marglik.passes.pullback import PullBack
 
 
 class Gram(Term):
-    """Exact curvature of its weights, in the space of rows.
+    """Exact curvature of its weights, in the space of rows; a piece is the rows of one weight.
 
-    packed: kernels of a cached block by their lower halves. double: kernels in float64, whatever
-    the rows are.
+    Args:
+        stores: how the rows of each weight are kept.
+        groups: of the prior.
+        packed: kernels of a cached block by their lower halves.
+        double: kernels in float64, whatever the rows are.
     """
 
     label = "kernel"
@@ -45,103 +48,109 @@ class Gram(Term):
         self.packed = packed
         self.double = double
         self.names = names = tuple(store.name for store in stores)
-        self.kinds = tuple("rows" for store in self.stores for _ in range(store.slots))
+        rows: Kind = "rows"
+        self.pieces = tuple((rows,) * store.slots for store in stores)
         self.shared = sorted({g for name in names if isinstance(g := groups[name], int)})
         self.elementwise = [name for name in names if isinstance(groups[name], slice)]
         self.depends_on_precision = bool(self.elementwise)
+
+    @property
+    def n_kernels(self) -> int:
+        """One per prior group that weights share, and one for all with a precision per element."""
+        return len(self.shared) + bool(self.elementwise)
 
     def requests(self) -> list[Request]:
         return [(store.name, store.asks) for store in self.stores]
 
     def memory(self, problem: Problem) -> Memory:
-        """Rows of all data; a weight's row cotangents, or the kernels and their determinant in
-        float64.
-        """
+        """Rows of all data; a weight's row cotangents, or the kernels and a float64 determinant."""
         kept = [problem.n_data * store.bytes_per_datum(problem) for store in self.stores]
-        kernels = len(self.shared) + bool(self.elementwise)
         element = 8 if self.double else problem.element
-        head = (2 * element * kernels + 4 * 8) * problem.n_rows**2
-        return Memory(sum(kept), max(*kept, head))
+        algebra = (2 * element * self.n_kernels + 4 * 8) * problem.n_rows**2
+        return Memory(kept=sum(kept), working=max(*kept, algebra))
 
-    def observe(self, chunk: Chunk, out: list[Tensor] | None = None) -> Iterator[Tensor]:
-        places: Iterable = [None] * len(self.stores) if out is None else self._kept(out)
-        for store, place in zip(self.stores, places, strict=True):
-            yield from store.observe(chunk, place)
+    def observe(
+        self, chunk: Chunk, piece: int = 0, out: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        return self.stores[piece].observe(chunk, out)
 
-    def _kept(self, observations: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """Observations by weight, one weight at a time."""
-        remaining = iter(observations)
-        return ([next(remaining) for _ in range(store.slots)] for store in self.stores)
-
-    def _inverse(self, name: str, log_precision: Tensor, like: Tensor) -> Tensor | None:
-        group = self.groups[name]
-        return None if isinstance(group, int) else torch.exp(-log_precision[group]).to(like.dtype)
+    def _inverse_precision(
+        self, store: Store, log_precision: Tensor, like: list[Tensor]
+    ) -> Tensor | None:
+        """That of each element of a weight, in the dtype of its rows; None if it shares one."""
+        group = self.groups[store.name]
+        if isinstance(group, int):
+            return None
+        return torch.exp(-log_precision[group]).to(like[-1].dtype)
 
     def _index(self, name: str) -> int:
         """Which Gram matrix a weight belongs to: that of its prior group, or the last one."""
         group = self.groups[name]
         return self.shared.index(group) if isinstance(group, int) else -1
 
-    def summarise(self, observations: Iterable[Tensor], log_precision: Tensor) -> list[Tensor]:
-        """One Gram matrix per shared prior group, then one for all weights with a precision per
-        element.
-        """
-        grams: Tensor | None = None
-        for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            gram = store.gram(
-                kept, self._inverse(store.name, log_precision, kept[-1]), double=self.double
-            )
-            if grams is None:
-                grams = gram.new_zeros(len(self.shared) + bool(self.elementwise), *gram.shape)
-            grams[self._index(store.name)] += gram
-        assert grams is not None
+    def summarise(
+        self,
+        statistics: list[Tensor],
+        piece: int,
+        observations: list[Tensor],
+        log_precision: Tensor,
+    ) -> list[Tensor]:
+        """Add a weight's Gram matrix to that of its group."""
+        store = self.stores[piece]
+        inverse = self._inverse_precision(store, log_precision, observations)
+        gram = self._gram(store, observations, inverse)
+        grams = statistics[0] if statistics else gram.new_zeros(self.n_kernels, *gram.shape)
+        grams[self._index(store.name)] += gram
         return [grams]
 
+    def _gram(self, store: Store, kept: list[Tensor], inverse: Tensor | None) -> Tensor:
+        """A weight's Gram matrix [S K, S K]; with several ranks, this rank's term of it."""
+        return store.gram(kept, inverse, double=self.double)
+
     def precision_gradient(
-        self, observations: list[Tensor], bars: list[Tensor], log_precision: Tensor
-    ) -> Tensor | None:
-        if not self.elementwise:
-            return None
+        self, observations: list[list[Tensor]], bars: list[Tensor], log_precision: Tensor
+    ) -> Tensor:
         gradient = torch.zeros_like(log_precision)
-        for store, kept in zip(self.stores, self._kept(observations), strict=True):
-            inverse = self._inverse(store.name, log_precision, kept[-1])
-            if inverse is not None:
-                assert isinstance(store, Rows)
-                v = self._columns(store, kept)
-                bar = bars[0][-1]
-                pulled = bar @ v if bar.dtype == v.dtype else product_in_double(bar, v)
-                slope = -(pulled * v).sum(0) * self._of_columns(inverse)
-                self._of_columns(gradient[self.groups[store.name]])[:] = slope.to(gradient.dtype)
+        bar = bars[0][-1]
+        for store, kept in zip(self.stores, observations, strict=True):
+            inverse = self._inverse_precision(store, log_precision, kept)
+            if inverse is None:
+                continue
+            assert isinstance(store, Rows)
+            v = self._columns(store, kept)
+            pulled = bar @ v if bar.dtype == v.dtype else product_in_double(bar, v)
+            slope = -(pulled * v).sum(0) * self._of_columns(inverse)
+            entries = self._of_columns(gradient[self.groups[store.name]])
+            entries[:] = slope.to(gradient.dtype)
         return gradient
 
     def _columns(self, store: Rows, kept: list[Tensor]) -> Tensor:
-        """Rows of all data [S K, P]; with several ranks, own columns of them."""
+        """Rows of all data [S K, P]; with several ranks, some columns of them."""
         return store.all_rows(kept)
 
     def _of_columns(self, per_weight: Tensor) -> Tensor:
-        """The part of a vector with an entry per element of a weight that belongs to `_columns`."""
+        """The entries of a vector with one per element of a weight that belong to `_columns`."""
         return per_weight
 
     def pull(
         self,
-        chunk: Chunk,
-        observations: list[Tensor],
+        back: PullBack,
+        observations: list[list[Tensor]],
         bars: list[Tensor],
-        rows: slice,
+        span: slice,
         log_precision: Tensor,
     ) -> None:
-        own = slice(rows.start * chunk.k, rows.stop * chunk.k)
-        for store, kept in zip(self.stores, self._kept(observations), strict=True):
+        rows = slice(span.start * back.chunk.k, span.stop * back.chunk.k)
+        for store, kept in zip(self.stores, observations, strict=True):
             bar = bars[0][self._index(store.name)]
-            symmetric = bar[own] + bar[:, own].mT
-            store.pull(
-                chunk, kept, rows, symmetric, self._inverse(store.name, log_precision, kept[-1])
-            )
+            symmetric = bar[rows] + bar[:, rows].mT
+            inverse = self._inverse_precision(store, log_precision, kept)
+            store.pull(back, kept, span, symmetric, inverse)
 
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
-        total = weighted_sum(self._weights(scale, log_precision), statistics[0])
+        total = weighted_sum(self._coefficients(scale, log_precision), statistics[0])
         return log_det_identity_plus(mixed_gram(total, mixing), coarse=is_coarse(statistics[0]))
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
@@ -154,19 +163,22 @@ class Gram(Term):
         grams = (mixed_gram(gram.double(), mixing) for gram in statistics[0])
         kernels = Combination(grams, statistics[0].dtype)
         return lambda scale, log_precision: kernels.log_det_identity_plus(
-            self._weights(scale, log_precision)
+            self._coefficients(scale, log_precision)
         )
 
-    def _weights(self, scale: Tensor, log_precision: Tensor) -> Tensor:
+    def _coefficients(self, scale: Tensor, log_precision: Tensor) -> Tensor:
         """What each Gram matrix is multiplied with in V P0^-1 V^T."""
         # then taking entries would only cost time
         everything = len(self.shared) == len(log_precision)
-        weights = scale * torch.exp(-(log_precision if everything else log_precision[self.shared]))
-        return torch.cat([weights, scale.reshape(1)]) if self.elementwise else weights
+        shared = log_precision if everything else log_precision[self.shared]
+        coefficients = scale * torch.exp(-shared)
+        if self.elementwise:
+            return torch.cat([coefficients, scale.reshape(1)])
+        return coefficients
 
 
 def mixed_gram(gram: Tensor, mixing: Tensor | None) -> Tensor:
-    """Gram matrix of the root rows, from that of the seeded rows."""
+    """Gram matrix of the root rows, from that of the rows before mixing."""
     if mixing is None:
         return gram
     n, k, r = mixing.shape

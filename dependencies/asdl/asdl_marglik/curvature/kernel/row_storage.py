@@ -1,13 +1,13 @@
 """How the rows of one weight are kept for their Gram matrix.
 
 As they are (N P numbers, N^2 P operations) or, where that is cheaper, as the factors of which they
-are sums of outer products: v_ik = sum_t g_ikt a_it^T for datum i and seed k, so that
+are sums of outer products: v_ik = sum_t g_ikt a_it^T for datum i and cotangent k, so that
 
     <v_ik, v_jl> = sum_tt' <a_it, a_jt'> <g_ikt, g_jlt'>
 
-For one seed or one position all the products are formed. For more, in the order that costs least
-for each pair of data points, T^2 D + K O T^2 + K^2 O T operations instead of the K^2 D O of rows:
-inputs with inputs, cotangents of i with that, cotangents of j with that.
+For one cotangent or one position all the products are formed. For more, in the order that costs
+least for each pair of data points, T^2 D + K O T^2 + K^2 O T operations instead of the K^2 D O of
+rows: inputs with inputs, cotangents of i with that, cotangents of j with that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from asdl_marglik.curvature.problem import Problem
 from asdl_marglik.linalg import gram_in_double, gram_of, product_in_double
 from asdl_marglik.passes.forward import Chunk, Form, Scratch
+from asdl_marglik.passes.pullback import PullBack
 
 BLOCK = 2**20  # entries of an intermediate of shared factors: it stays in the cache
 
@@ -60,37 +61,59 @@ class Store(ABC):
         scratch: Scratch | None = None,
         of_outputs: bool = True,
     ) -> list[Tensor]:
-        """Cotangents of `own`, from that of its rows of the Gram matrix and the columns of
-        `others`; a sum over these.
+        """Cotangents of some data's observations, from that of their rows of the Gram matrix.
 
         Computed in the dtype of `bar`: the null space of a Gram matrix cancels only in the
-        precision of its inverse. scratch: where it may be put. of_outputs: whether anything depends
-        on the output cotangents.
+        precision of its inverse.
+
+        Args:
+            own: observations of these data.
+            others: observations of the data along the columns of `bar`; the result is a sum over
+                them.
+            bar: cotangent of the Gram matrix, made symmetric.
+            inverse_precision: for a precision per element.
+            scratch: where the result may be put.
+            of_outputs: whether anything depends on the output cotangents.
         """
 
     @abstractmethod
-    def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
+    def hand(self, back: PullBack, cotangents: list[Tensor]) -> None:
         """Give a chunk its part of the cotangents."""
 
     def pull(
         self,
-        chunk: Chunk,
+        back: PullBack,
         kept: list[Tensor],
-        own: slice,
+        span: slice,
         bar: Tensor,
         inverse_precision: Tensor | None,
     ) -> None:
-        """Hand the chunk of data `own` its cotangents, from the symmetric cotangent of its rows of
-        the Gram matrix.
+        """Hand a chunk the cotangents of its data.
+
+        Args:
+            back: the way back through the chunk.
+            kept: observations of all data.
+            span: the chunk's data among all.
+            bar: symmetric cotangent of their rows of the Gram matrix.
+            inverse_precision: for a precision per element.
         """
-        mine = [t[own] for t in kept]
-        options = {"scratch": chunk.scratch, "of_outputs": chunk.differentiable}
-        self.hand(chunk, self.cotangents(mine, kept, bar, inverse_precision, **options))  # type: ignore[arg-type]
+        cotangents = self.cotangents(
+            [t[span] for t in kept],
+            kept,
+            bar,
+            inverse_precision,
+            scratch=back.chunk.scratch,
+            of_outputs=back.chunk.differentiable,
+        )
+        self.hand(back, cotangents)
 
 
 class Rows(Store):
-    """Rows as they are, [n, K, P]. mirrored: half of their Gram matrix is the mirror image of the
-    other.
+    """Rows as they are, [n, K, P].
+
+    Args:
+        name: of the weight.
+        mirrored: half of their Gram matrix is made as the mirror image of the other.
     """
 
     slots = 1
@@ -144,15 +167,14 @@ class Rows(Store):
             rows_bar *= inverse_precision
         return [rows_bar.view(len(own[0]), -1, v.shape[1])]
 
-    def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
+    def hand(self, back: PullBack, cotangents: list[Tensor]) -> None:
+        chunk = back.chunk
         shape = chunk.plan.weights[self.name].shape
-        chunk.pull_rows(self.name, cotangents[0].reshape(chunk.n, chunk.k, *shape))
+        back.rows(self.name, cotangents[0].reshape(chunk.n, chunk.k, *shape))
 
 
 class HalfRows(Rows):
-    """Rows in half precision [n, K, P], each with its own scale [n, K, 1]; arithmetic stays in the
-    model's dtype.
-    """
+    """Rows in half precision [n, K, P], each with a scale [n, K, 1]; arithmetic is not in half."""
 
     slots = 2
 
@@ -162,10 +184,7 @@ class HalfRows(Rows):
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         rows = chunk.rows(self.name).reshape(chunk.n, chunk.k, -1)
         scale = rows.abs().amax(2, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
-        found = [(rows / scale).half(), scale]
-        return (
-            found if out is None else [place.copy_(t) for place, t in zip(out, found, strict=True)]
-        )
+        return _placed([(rows / scale).half(), scale], out)
 
     def all_rows(self, kept: list[Tensor]) -> Tensor:
         rows, scale = kept
@@ -173,21 +192,15 @@ class HalfRows(Rows):
 
 
 class Factors(Store):
-    """Inputs a [n, T, D] and output cotangents g [n, K, T, O] of a linear map with few shared
-    positions T.
-    """
+    """Inputs a [n, T, D] and cotangents g [n, K, T, O] of a linear map with few positions T."""
 
     slots = 2
     asks = "all"
 
     def bytes_per_datum(self, problem: Problem) -> int:
         o, d = problem.plan.factor_sides[self.name]
-        return (
-            problem.element
-            * problem.copies
-            * problem.plan.positions[self.name]
-            * (d + problem.rows_per_datum * o)
-        )
+        positions = problem.copies * problem.plan.positions[self.name]
+        return problem.element * positions * (d + problem.rows_per_datum * o)
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         (patches,) = chunk.input_factors(self.name, "all")
@@ -196,15 +209,11 @@ class Factors(Store):
         return [patches.squeeze(2), positions.squeeze(3)]
 
     def _products(self, own: list[Tensor], others: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data points with
-        others.
-        """
+        """<a, a'> [n, 1, T, N, 1, T] and <g, g'> [n, K, T, N, K, T] of some data with others."""
         (a, g), (b, h) = own, others
         inputs = a.flatten(0, 1) @ b.flatten(0, 1).mT
         outputs = g.flatten(0, 2) @ h.flatten(0, 2).mT
-        n = len(a)
-        t = a.shape[1]
-        (k,) = g.shape[1:2]
+        n, k, t = g.shape[:3]
         return inputs.view(n, 1, t, len(b), 1, t), outputs.view(n, k, t, len(b), k, t)
 
     def gram(
@@ -238,22 +247,17 @@ class Factors(Store):
         g_bar = (bar * inputs).reshape(n * k * t, -1) @ g.flatten(0, 2)
         return [a_bar.view(n, t, -1), g_bar.view(n, k, t, -1)]
 
-    def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
-        a_bar, g_bar = (c.to(chunk.f.dtype) for c in cotangents)
-        chunk.pull_factors(self.name, "all", [(a_bar.unsqueeze(2), g_bar.unsqueeze(3))])
+    def hand(self, back: PullBack, cotangents: list[Tensor]) -> None:
+        a_bar, g_bar = (c.to(back.chunk.f.dtype) for c in cotangents)
+        back.factors(self.name, "all", [(a_bar.unsqueeze(2), g_bar.unsqueeze(3))])
 
 
 class SharedFactors(Factors):
-    """Inputs a [n, T, D] and output cotangents g [n, T, K, O]: the seeds of a datum share its
-    inputs.
-    """
+    """Inputs a [n, T, D] and cotangents g [n, T, K, O]: those of a datum share its inputs."""
 
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
         a, g = super().observe(chunk, None)
-        found = [a, g.transpose(1, 2)]
-        if out is not None:
-            return [place.copy_(t) for place, t in zip(out, found, strict=True)]
-        return [t.contiguous() for t in found]
+        return _placed([a, g.transpose(1, 2)], out)
 
     def gram(
         self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False
@@ -266,21 +270,22 @@ class SharedFactors(Factors):
             for own in self._blocks(g, i + 1):  # the other half is its mirror image
                 inputs = a[own].flatten(0, 1) @ a[i].mT  # [n' T, T]
                 with_i = torch.mm(inputs, g[i].flatten(1), out=memory[: len(inputs)]).view(-1, k, o)
-                found = (with_i @ g[own].flatten(0, 1).mT).view(-1, t, k, k).sum(1)
-                gram[i, :, own] = found.transpose(0, 1)
-                gram[own, :, i] = found.mT
+                products = (with_i @ g[own].flatten(0, 1).mT).view(-1, t, k, k).sum(1)
+                gram[i, :, own] = products.transpose(0, 1)
+                gram[own, :, i] = products.mT
         return gram.view(n * k, n * k)
 
     def cross(self, own: list[Tensor], others: list[Tensor]) -> Tensor:
         (a, g), (b, h) = own, others
         (n, t, k), m = g.shape[:3], len(h)
-        found = g.new_empty(n, k, m, k)
+        gram = g.new_empty(n, k, m, k)
         for i in range(n):
             for some in self._blocks(h, m):
-                with_i = (b[some].flatten(0, 1) @ a[i].mT @ g[i].flatten(1)).view(-1, k, g.shape[3])
-                products = with_i @ h[some].flatten(0, 1).mT  # [n' T, seeds of i, seeds of j]
-                found[i, :, some] = products.view(-1, t, k, k).sum(1).transpose(0, 1)
-        return found.view(n * k, m * k)
+                inputs = b[some].flatten(0, 1) @ a[i].mT
+                with_i = (inputs @ g[i].flatten(1)).view(-1, k, g.shape[3])
+                products = with_i @ h[some].flatten(0, 1).mT  # [n' T, K of i, K of j]
+                gram[i, :, some] = products.view(-1, t, k, k).sum(1).transpose(0, 1)
+        return gram.view(n * k, m * k)
 
     def cotangents(
         self,
@@ -299,21 +304,18 @@ class SharedFactors(Factors):
         a_bar, g_bar = (torch.zeros_like(f) for f in own)
         for i, (a_i, g_i) in enumerate(zip(*own, strict=True)):
             for some in self._blocks(g, n):
-                # cotangents of j, weighted for every seed of i [n', T, K, O]
-                weighted = (
-                    (bar[i, :, some].transpose(0, 1).unsqueeze(1) @ g[some])
-                    .flatten(0, 1)
-                    .flatten(1)
-                )
+                # cotangents of j, weighted for every one of i [n', T, K, O]
+                coefficients = bar[i, :, some].transpose(0, 1).unsqueeze(1)
+                weighted = (coefficients @ g[some]).flatten(0, 1).flatten(1)
                 a_some = a[some].flatten(0, 1)
                 a_bar[i].addmm_(g_i.flatten(1) @ weighted.mT, a_some)
                 if of_outputs:
                     g_bar[i].view(t, -1).addmm_(a_i @ a_some.mT, weighted)
         return [a_bar, g_bar]
 
-    def hand(self, chunk: Chunk, cotangents: list[Tensor]) -> None:
+    def hand(self, back: PullBack, cotangents: list[Tensor]) -> None:
         a_bar, g_bar = cotangents
-        super().hand(chunk, [a_bar, g_bar.transpose(1, 2)])
+        super().hand(back, [a_bar, g_bar.transpose(1, 2)])
 
     def _step(self, g: Tensor) -> int:
         """Data points at once."""
@@ -323,6 +325,13 @@ class SharedFactors(Factors):
         """The first `stop` data points, some at a time."""
         step = self._step(g)
         return (slice(start, min(start + step, stop)) for start in range(0, stop, step))
+
+
+def _placed(tensors: list[Tensor], out: list[Tensor] | None) -> list[Tensor]:
+    """Tensors written to `out`, or each in memory of its own."""
+    if out is None:
+        return [t.contiguous() for t in tensors]
+    return [place.copy_(t) for place, t in zip(out, tensors, strict=True)]
 
 
 def in_double(tensors: list[Tensor]) -> list[Tensor]:
