@@ -157,6 +157,10 @@ class Seen:
     checksum: Tensor | None = None  # of all parameters
     chunks: dict[int, Chunk] = field(default_factory=dict)  # with graphs, by their first datum
 
+    @property
+    def n_data(self) -> int:
+        return sum(len(y) for y in self.targets)
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -397,7 +401,7 @@ class Passes:
         return outputs
 
     def _check_count(self) -> None:
-        count = sum(self.batch_lengths)
+        count = self.seen.n_data
         if count != self.n_data:
             raise CurvatureError(
                 f"the loader gave {count} data points in all, but n_data={self.n_data}; the two "
@@ -503,7 +507,7 @@ class Passes:
                 _add(augment, in_augment)
                 start += len(batch[1])
         self._scratch = Scratch()  # let its memory go
-        repeated.check(all_batches=start == sum(self.batch_lengths))
+        repeated.check(all_batches=start == self.seen.n_data)
         _check_gradients([*network, *augment])
         return network, augment
 
