@@ -322,15 +322,16 @@ def _from_feature(call: Call, x: Tensor, like: Tensor) -> Tensor:
     ]
     x = x.view(channels, kernel.numel(), n * q, *positions)
     image = x.new_zeros(channels, n * q, *padded)
+    everything = slice(None)
     offsets = itertools.product(*(range(k) for k in kernel))
     for number, offset in enumerate(offsets):
         seen = [
             slice(i * dilation, i * dilation + stride * (t - 1) + 1, stride)
             for i, t, (_, stride, dilation) in zip(offset, positions, geometry, strict=True)
         ]
-        image[(..., *seen)] += x[:, number]
+        image[(everything, everything, *seen)] += x[:, number]
     inner = [slice(pad, pad + side) for side, pad in zip(sides, o["padding"], strict=True)]
-    return image[(..., *inner)].transpose(0, 1).reshape(like.shape)
+    return image[(everything, everything, *inner)].transpose(0, 1).reshape(like.shape)
 
 
 @functools.cache
