@@ -18,7 +18,7 @@ from torch import Tensor
 from asdl_marglik.errors import CurvatureError, PrecisionLost
 
 # How far rounding may move a pivot of I + K below 1, or a log-determinant or its derivative,
-# relative to it: about three digits stay right, more than the choice of hyperparameters needs.
+# relative to it: about three digits stay right.
 ROUNDING = 1e-3
 # Rounding level of eigenvalues, in units of the largest one times the precision of a number: sums
 # of rounding errors stay within a few such units, an eigenvalue above them is taken to be real.

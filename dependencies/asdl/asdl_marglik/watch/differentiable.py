@@ -34,7 +34,7 @@ def substitute(func: Callable) -> Callable:
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """g v / |v|; torch 2.13 drops a term of the derivative of its own.
+    """g v / |v|, in place of torch's operation, whose derivative lacks a term in torch 2.13.
 
     Args:
         v: direction.
