@@ -2,12 +2,8 @@
 
 
 class CurvatureError(Exception):
-    """Something about the model or the data makes the curvature undefined; the message names it and
-    the fix.
-    """
+    """The model or the data leave the curvature undefined; the message says why and what to do."""
 
 
 class PrecisionLost(Exception):
-    """Statistics in single precision leave too much of a log-determinant to rounding: compute them
-    in double.
-    """
+    """Rounding of single-precision statistics decides a log-determinant: compute them in double."""

@@ -1,10 +1,9 @@
-"""Small-matrix algebra, in float64 whatever the dtype of the model, with derivatives that stay
-finite.
+"""Small-matrix algebra in float64, whatever the dtype of the model; derivatives stay finite.
 
 Rounding. A sum of products in float32 has an error of about 1e-7 of its largest eigenvalue in every
 direction, also in those where it should vanish. With a weak prior that error is not small beside
-the identity it is added to. What can be seen of it is checked: all pivots of I + K are at least 1,
-and eigenvalues below the rounding level are unknown.
+the identity it is added to. Two facts reveal it: all pivots of I + K are at least 1, and
+eigenvalues below the rounding level are unknown.
 """
 
 from __future__ import annotations
@@ -18,20 +17,31 @@ from torch import Tensor
 
 from asdl_marglik.errors import CurvatureError, PrecisionLost
 
-# how far rounding may move a pivot of I + K below 1, or a log-determinant, relative to it
+# How far rounding may move a pivot of I + K below 1, or a log-determinant or its derivative,
+# relative to it: about three digits stay right.
 ROUNDING = 1e-3
-# rounding level of eigenvalues, in units of the largest one times the precision of a number
+# Rounding level of eigenvalues, in units of the largest one times the precision of a number: sums
+# of rounding errors stay within a few such units, an eigenvalue above them is taken to be real.
 LEVEL = 16
-COLUMNS = 2**22  # numbers of a piece of rows that is taken to float64 at a time
+# Two eigenvalues count as equal if their gap is below this part of the largest one: the derivative
+# of their eigenvectors would be rounding, divided by the gap.
+EQUAL = 1e-10
+# A root counts as zero below this part of the largest root; its square is about the eps of float64.
+ZERO_ROOT = 1e-8
+# Least scale of eigenvalues, and of their roots: keeps the limits of a zero matrix above zero.
+SMALLEST = 1e-300
+SMALLEST_ROOT = 1e-150
+COLUMNS = 2**22  # rows are taken to float64 in pieces of so many numbers (32 megabytes)
 MANY_ROWS = 128  # from here on half a product is faster than a whole one
 
 
 def log_det_factor(identity_plus: Tensor, *, coarse: bool = False) -> tuple[Tensor, Tensor, bool]:
-    """log|M| of M = I + K given by its lower triangle, and what `inverse_of` takes: a factor of M,
-    or its inverse.
+    """log|M| of M = I + K, a Cholesky factor of M or its inverse, and whether it is the factor.
+
+    The last two are what `inverse_of` takes.
 
     Args:
-        identity_plus: [..., n, n] in float64.
+        identity_plus: M [..., n, n] in float64, of which the lower triangle is read.
         coarse: K was computed in lower precision; then too large an error is a `PrecisionLost`,
             else a warning.
     """
@@ -54,11 +64,17 @@ def log_det_factor(identity_plus: Tensor, *, coarse: bool = False) -> tuple[Tens
     )
     values, vectors = torch.linalg.eigh(identity_plus)
     values = values.clamp_min(1.0)  # their true range
-    return values.log().sum(-1), (vectors / values.unsqueeze(-2)) @ vectors.mT, False
+    inverse = (vectors / values.unsqueeze(-2)) @ vectors.mT
+    return values.log().sum(-1), inverse, False
 
 
 def inverse_of(saved: Tensor, is_factor: bool) -> Tensor:
-    """M^-1 from what `log_det_factor` returned."""
+    """M^-1 from what `log_det_factor` returned.
+
+    Args:
+        saved: a Cholesky factor of M, or M^-1 [..., n, n].
+        is_factor: which of the two.
+    """
     return torch.cholesky_inverse(saved) if is_factor else saved
 
 
@@ -78,34 +94,38 @@ class _LogDetIdentityPlus(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         (saved,) = ctx.saved_tensors
-        return (cotangents[0][..., None, None] * inverse_of(saved, ctx.is_factor)).to(
-            ctx.dtype
-        ), None
+        matrix_bar = cotangents[0][..., None, None] * inverse_of(saved, ctx.is_factor)
+        return matrix_bar.to(ctx.dtype), None
 
 
 def _inverse_if_in_doubt(factor: Tensor, identity_plus: Tensor) -> tuple[Tensor, bool]:
-    """The factor of I + K, or its inverse where the derivative had to be looked at: what
-    `inverse_of` takes.
+    """The factor of M = I + K, or M^-1 where the derivative had to be checked; and which.
 
-    Cotangents of rows V with K = V V^T are (I + K)^-1 V, of squared size tr (I + K)^-1 - |(I +
-    K)^-1|^2. In float32 they are off by about eps |(I + K)^-1| |V| / sqrt(n), which is no small
-    part of them if all that K determines is steep and the rest is flat.
+    Cotangents of rows V with K = V V^T are M^-1 V, of squared size tr M^-1 - |M^-1|^2. In float32
+    they are off by about eps |M^-1| |V| / sqrt(n), which is no small part of them if all that K
+    determines is steep and the rest is flat. Raises `PrecisionLost` in that case.
     """
     eps = torch.finfo(torch.float32).eps
     if factor.diagonal(dim1=-2, dim2=-1).amax().square() <= ROUNDING / eps:
         return factor, True
     inverse = torch.cholesky_inverse(factor)
-    n, square = len(inverse), inverse.square().sum()
-    noise = eps**2 * square * (identity_plus.diagonal().sum() - n) / n
-    if noise > ROUNDING**2 * (inverse.diagonal().sum() - square):
+    n = len(inverse)
+    square = inverse.square().sum()
+    trace_of_K = identity_plus.diagonal().sum() - n  # |V|^2
+    noise = eps**2 * square * trace_of_K / n
+    signal = inverse.diagonal().sum() - square
+    if noise > ROUNDING**2 * signal:
         raise PrecisionLost
     return inverse, False
 
 
 def log_det_identity_plus(matrix: Tensor, *, coarse: bool = False) -> Tensor:
-    """log|I + K| of symmetric positive semi-definite K [..., n, n]; its derivative is (I + K)^-1.
+    """log|I + K| in float64; its derivative is (I + K)^-1.
 
-    coarse: K was computed in lower precision, and should be computed anew where that is not enough.
+    Args:
+        matrix: symmetric positive semi-definite K [..., n, n].
+        coarse: K was computed in lower precision: a `PrecisionLost` is raised where that is not
+            enough, so that the caller computes it again in float64.
     """
     return _LogDetIdentityPlus.apply(matrix, coarse)
 
@@ -117,46 +137,51 @@ def is_coarse(statistic: Tensor) -> bool:
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, matrices: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, matrices)
-        if matrices.dtype == weights.dtype:
-            return (weights @ matrices.flatten(1)).view(matrices.shape[1:])
+    def forward(ctx: Any, coefficients: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(coefficients, matrices)
+        if matrices.dtype == coefficients.dtype:
+            return (coefficients @ matrices.flatten(1)).view(matrices.shape[1:])
         total = torch.zeros(matrices.shape[1:], dtype=torch.float64, device=matrices.device)
-        for weight, matrix in zip(weights, matrices, strict=True):
-            total += weight * matrix
+        for coefficient, matrix in zip(coefficients, matrices, strict=True):
+            total += coefficient * matrix
         return total
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        weights, matrices = ctx.saved_tensors
+        coefficients, matrices = ctx.saved_tensors
         cotangent = cotangents[0]
-        weights_bar = matrices_bar = None
+        coefficients_bar = matrices_bar = None
         if ctx.needs_input_grad[0]:
             if matrices.dtype == cotangent.dtype:
-                weights_bar = matrices.flatten(1) @ cotangent.flatten()
+                coefficients_bar = matrices.flatten(1) @ cotangent.flatten()
             else:
-                weights_bar = torch.stack([(cotangent * matrix).sum() for matrix in matrices])
+                products = [(cotangent * matrix).sum() for matrix in matrices]
+                coefficients_bar = torch.stack(products)
         if ctx.needs_input_grad[1]:
             matrices_bar = torch.empty_like(matrices)
-            for weight, bar in zip(weights, matrices_bar, strict=True):
-                bar.copy_(weight * cotangent)
-        return weights_bar, matrices_bar
+            for coefficient, bar in zip(coefficients, matrices_bar, strict=True):
+                bar.copy_(coefficient * cotangent)
+        return coefficients_bar, matrices_bar
 
 
-def weighted_sum(weights: Tensor, matrices: Tensor) -> Tensor:
-    """sum_g weights[g] matrices[g] in float64, without a float64 copy of all matrices, here and on
-    the way back.
+def weighted_sum(coefficients: Tensor, matrices: Tensor) -> Tensor:
+    """sum_g coefficients[g] matrices[g] in float64.
+
+    Neither this nor the way back makes a float64 copy of all matrices.
+
+    Args:
+        coefficients: [G] in float64.
+        matrices: [G, ...] of any dtype.
     """
-    return _WeightedSum.apply(weights, matrices)
+    return _WeightedSum.apply(coefficients, matrices)
 
 
 class _PsdSqrt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-        roots = resolved(
-            values, torch.finfo(matrix.dtype).eps
-        ).sqrt()  # of an eigenvalue 1e-17 it would be far above rounding
+        # the root of a rounding error of 1e-17 would be 3e-9, far above rounding: set it to zero
+        roots = resolved(values, torch.finfo(matrix.dtype).eps).sqrt()
         ctx.save_for_backward(roots, vectors)
         return (vectors * roots.unsqueeze(-2)) @ vectors.mT
 
@@ -166,16 +191,18 @@ class _PsdSqrt(torch.autograd.Function):
         # eigenvalues
         roots, vectors = ctx.saved_tensors
         total = roots.unsqueeze(-1) + roots.unsqueeze(-2)
-        inner = vectors.mT @ ((cotangents[0] + cotangents[0].mT) / 2) @ vectors
-        return (
-            vectors
-            @ torch.where(total > _tiny(roots), inner / total, torch.zeros_like(inner))
-            @ vectors.mT
-        )
+        symmetric = (cotangents[0] + cotangents[0].mT) / 2
+        inner = vectors.mT @ symmetric @ vectors
+        scaled = torch.where(total > _zero_below(roots), inner / total, torch.zeros_like(inner))
+        return vectors @ scaled @ vectors.mT
 
 
 def psd_sqrt(matrix: Tensor) -> Tensor:
-    """Symmetric square root of the positive semi-definite part of M [..., n, n]."""
+    """Symmetric square root S of the positive semi-definite part of M: S S = M.
+
+    Args:
+        matrix: symmetric M [..., n, n].
+    """
     return _PsdSqrt.apply(matrix)
 
 
@@ -183,7 +210,8 @@ class _EigenRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
-        values, vectors = resolved(values, torch.finfo(matrix.dtype).eps).flip(-1), vectors.flip(-1)
+        values = resolved(values, torch.finfo(matrix.dtype).eps)
+        values, vectors = values.flip(-1), vectors.flip(-1)  # decreasing
         ctx.save_for_backward(values, vectors)
         return vectors * values.sqrt().unsqueeze(-2)
 
@@ -194,32 +222,37 @@ class _EigenRoot(torch.autograd.Function):
         roots = values.sqrt()
         inner = vectors.mT @ cotangents[0]  # [j, r]
         gap = values.unsqueeze(-2) - values.unsqueeze(-1)
-        separate = gap.abs() > 1e-10 * values.amax(-1, keepdim=True).unsqueeze(-1).clamp_min(1e-300)
-        mixed = torch.where(separate, inner * roots.unsqueeze(-2) / gap, torch.zeros_like(inner))
-        scale = torch.where(roots > _tiny(roots).squeeze(-1), 0.5 / roots, torch.zeros_like(roots))
-        mixed = mixed + torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1) * scale)
-        matrix_bar = vectors @ mixed @ vectors.mT
+        largest = values.amax(-1, keepdim=True).unsqueeze(-1)
+        separate = gap.abs() > EQUAL * largest.clamp_min(SMALLEST)
+        of_vectors = inner * roots.unsqueeze(-2) / gap
+        of_vectors = torch.where(separate, of_vectors, torch.zeros_like(inner))
+        positive = roots > _zero_below(roots).squeeze(-1)
+        scale = torch.where(positive, 0.5 / roots, torch.zeros_like(roots))
+        of_values = torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1) * scale)
+        matrix_bar = vectors @ (of_vectors + of_values) @ vectors.mT
         return (matrix_bar + matrix_bar.mT) / 2
 
 
 def eigen_root(matrix: Tensor) -> Tensor:
-    """Root U = V sqrt(E) of positive semi-definite M = V E V^T, columns by decreasing eigenvalue.
+    """Root U = Q sqrt(E) of M = Q E Q^T, columns by decreasing eigenvalue: U U^T = M.
 
-    Where two eigenvalues coincide their eigenvectors are not differentiable and the coupling's
-    derivative is set to 0.
+    Where two eigenvalues coincide their eigenvectors are not differentiable; the derivative of one
+    in the direction of the other is set to 0.
+
+    Args:
+        matrix: symmetric positive semi-definite M [..., n, n].
     """
     return _EigenRoot.apply(matrix)
 
 
-def _tiny(roots: Tensor) -> Tensor:
-    """What counts as zero among the roots [..., n], shaped [..., 1, 1]."""
-    return 1e-8 * roots.amax(-1, keepdim=True).unsqueeze(-1).clamp_min(1e-150)
+def _zero_below(roots: Tensor) -> Tensor:
+    """The limit [..., 1, 1] up to which one of the roots [..., n] counts as zero."""
+    largest = roots.amax(-1, keepdim=True).unsqueeze(-1)
+    return ZERO_ROOT * largest.clamp_min(SMALLEST_ROOT)
 
 
 class _Eigenvalues(torch.autograd.Function):
-    """Values in float64; derivatives, which are as precise as what they are derived from, in the
-    dtype given.
-    """
+    """Values in float64; derivatives in the dtype of the matrix, whose precision limits them."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor) -> Tensor:
@@ -245,22 +278,30 @@ class _EigenvaluesOfRows(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
         vectors, rows = ctx.saved_tensors
         gram_bar = _spectral(vectors, 2 * cotangents[0])
-        return gram_bar @ rows if rows.shape[-2] <= rows.shape[-1] else rows @ gram_bar
+        return gram_bar @ rows if _is_wide(rows) else rows @ gram_bar
 
 
 def _spectral(vectors: Tensor, values: Tensor) -> Tensor:
-    """V diag(values) V^T."""
+    """Q diag(values) Q^T of eigenvectors Q."""
     return (vectors * values.unsqueeze(-2).to(vectors.dtype)) @ vectors.mT
 
 
+def _is_wide(rows: Tensor) -> bool:
+    """Whether there are no more rows than columns."""
+    return rows.shape[-2] <= rows.shape[-1]
+
+
 def _smaller_gram(rows: Tensor) -> Tensor:
+    """The smaller of R R^T and R^T R, in float64."""
     rows = rows.to(torch.float64)
-    return rows @ rows.mT if rows.shape[-2] <= rows.shape[-1] else rows.mT @ rows
+    return rows @ rows.mT if _is_wide(rows) else rows.mT @ rows
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:
-    """Eigenvalues of symmetric M [..., n, n] in float64, ascending; their derivative needs no
-    gaps.
+    """Eigenvalues in float64, ascending; their derivative is finite also for repeated ones.
+
+    Args:
+        matrix: symmetric M [..., n, n].
     """
     if torch.is_grad_enabled() and matrix.requires_grad:
         return _Eigenvalues.apply(matrix)
@@ -268,39 +309,46 @@ def eigenvalues(matrix: Tensor) -> Tensor:
 
 
 def eigenvalues_of_rows(rows: Tensor) -> Tensor:
-    """Those of R^T R for rows R [..., N, D], but for zeros, from the smaller of R^T R and R R^T."""
+    """Eigenvalues of the smaller of R^T R and R R^T, which are the same but for zeros.
+
+    Args:
+        rows: R [..., N, D].
+    """
     if torch.is_grad_enabled() and rows.requires_grad:
         return _EigenvaluesOfRows.apply(rows)
     return torch.linalg.eigvalsh(_smaller_gram(rows))
 
 
 def resolved(values: Tensor, eps: float) -> Tensor:
-    """Eigenvalues [..., n] of a positive semi-definite matrix, those that rounding can make of
-    nothing set to 0.
+    """Eigenvalues of a positive semi-definite matrix; 0 for those that rounding alone can explain.
 
-    eps: relative precision of the matrix.
+    Args:
+        values: [..., n].
+        eps: relative precision of the matrix.
     """
-    level = LEVEL * eps * values.detach().amax(-1, keepdim=True).clamp_min(0)
+    largest = values.detach().amax(-1, keepdim=True).clamp_min(0)
+    level = LEVEL * eps * largest
     return torch.where(values > level, values, 0.0)
 
 
 def precision_of_sums(dtype: torch.dtype) -> float:
-    """Relative precision of the eigenvalues of a matrix that was summed up in some dtype."""
+    """Relative precision of the eigenvalues of a matrix that was summed up in this dtype."""
     return torch.finfo(dtype).eps
 
 
 def precision_of_rows(dtype: torch.dtype) -> float:
-    """The same for rows of that dtype whose products are summed up in float64: their errors are
-    squared.
-    """
-    return max(torch.finfo(torch.float64).eps, LEVEL * torch.finfo(dtype).eps ** 2)
+    """The same for products, in float64, of rows of this dtype: errors of the rows are squared."""
+    of_products = LEVEL * torch.finfo(dtype).eps ** 2
+    return max(torch.finfo(torch.float64).eps, of_products)
 
 
 def gram_of(rows: Tensor) -> Tensor:
-    """R R^T of rows R [N, D]; of many rows, what is above the diagonal is mirrored instead of
-    computed.
+    """R R^T; for many rows, part of the upper triangle is mirrored instead of computed.
 
-    For passes, which make their own derivatives: autograd does not follow it.
+    Not differentiable by autograd: for passes, which compute their derivatives themselves.
+
+    Args:
+        rows: R [N, D].
     """
     n = len(rows)
     if n < MANY_ROWS:
@@ -311,33 +359,44 @@ def gram_of(rows: Tensor) -> Tensor:
 
 
 def gram_in_double(rows: Tensor, inverse_precision: Tensor | None = None) -> Tensor:
-    """R P^-1 R^T in float64 of rows R [N, D] of any dtype, some columns at a time; for passes, as
-    `gram_of`.
+    """R P^-1 R^T in float64, some columns of R at a time; not differentiable, as `gram_of`.
+
+    Args:
+        rows: R [N, D] of any dtype.
+        inverse_precision: diagonal [D] of P^-1; None for the identity.
     """
     gram = rows.new_zeros(len(rows), len(rows), dtype=torch.float64)
-    for some in _pieces(rows):
-        piece = rows[:, some].double()
+    for columns in _column_spans(rows):
+        piece = rows[:, columns].double()
         if inverse_precision is not None:
-            piece = piece * inverse_precision[some].double().sqrt()
+            piece = piece * inverse_precision[columns].double().sqrt()
         gram += gram_of(piece)
     return gram
 
 
 def product_in_double(matrix: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """M R of M [N', N] in float64 and rows R [N, D] of any dtype, rounded to it at the end only."""
-    out = rows.new_empty(len(matrix), rows.shape[1]) if out is None else out
-    for some in _pieces(rows):
-        out[:, some] = matrix @ rows[:, some].double()
+    """M R, computed in float64 and rounded to the dtype of R at the end only.
+
+    Args:
+        matrix: M [N', N] in float64.
+        rows: R [N, D] of any dtype.
+        out: where to write the result [N', D].
+    """
+    if out is None:
+        out = rows.new_empty(len(matrix), rows.shape[1])
+    for columns in _column_spans(rows):
+        out[:, columns] = matrix @ rows[:, columns].double()
     return out
 
 
-def _pieces(rows: Tensor) -> Iterator[slice]:
-    """Some columns at a time."""
+def _column_spans(rows: Tensor) -> Iterator[slice]:
+    """Slices of the columns, such that a piece of the rows has about `COLUMNS` numbers."""
     step = max(1, COLUMNS // len(rows))
     return (slice(start, start + step) for start in range(0, rows.shape[1], step))
 
 
 def _fill_gram(rows: Tensor, gram: Tensor) -> None:
+    """Write R R^T, by halves of the rows; the upper right quarter is mirrored."""
     if len(rows) < MANY_ROWS:
         torch.mm(rows, rows.mT, out=gram)
         return
@@ -365,5 +424,9 @@ class _SecondMoment(torch.autograd.Function):
 
 
 def second_moment(rows: Tensor) -> Tensor:
-    """Sum of outer products [groups, D, D] of rows [N, groups, D]."""
+    """Sum of outer products [channel groups, D, D].
+
+    Args:
+        rows: [N, channel groups, D].
+    """
     return _SecondMoment.apply(rows.movedim(1, 0))

@@ -30,12 +30,19 @@ from torch import Tensor, nn
 
 
 def jacobian(model: nn.Module, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """J[i, c] = d f_c(x_i) / d w of all weights in a row, [n, C, P]."""
-    rows = [
-        torch.cat([g.reshape(-1) for g in gradients(f_c, list(weights.values()))])
-        for x_i in x
-        for f_c in model(x_i[None]).reshape(-1)
-    ]
+    """J[i, c] = d f_c(x_i) / d w of all weights in a row, [n, C, P].
+
+    Args:
+        model: network that maps inputs [n, ...] to outputs [n, C].
+        weights: its weights by name.
+        x: inputs [n, ...].
+    """
+    rows = []
+    for x_i in x:
+        f = model(x_i[None]).reshape(-1)
+        for f_c in f:
+            row = gradients(f_c, list(weights.values()))
+            rows.append(torch.cat([g.reshape(-1) for g in row]))
     return torch.stack(rows).unflatten(0, (len(x), -1))
 
 
@@ -45,33 +52,51 @@ def gradients(scalar: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def root_rows(J: Tensor, U: Tensor) -> Tensor:
-    """V = U^T J [n K, P] for Jacobians J [n, C, P] and columns U [n, C, K] of a root."""
+    """V = U^T J, one row for each datum and root column [n K, P].
+
+    Args:
+        J: Jacobians [n, C, P].
+        U: columns [n, C, K] of a root of the likelihood's curvature.
+    """
     return torch.einsum("nck,ncp->nkp", U, J).flatten(0, 1)
 
 
 def log_det(H: Tensor, delta: Tensor) -> Tensor:
-    """log|I + P0^-1 H| of a curvature H [P, P] and the prior P0 = diag(delta)."""
+    """log|I + P0^-1 H| = log|P0 + H| - log|P0| with the prior P0 = diag(delta).
+
+    Args:
+        H: curvature [P, P].
+        delta: prior precisions [P].
+    """
     return torch.logdet(torch.diag(delta) + H) - delta.log().sum()
 
 
 def log_det_full(V: Tensor, delta: Tensor) -> Tensor:
-    """That of the whole curvature, H = V^T V."""
+    """log|I + P0^-1 H| of the whole curvature H = V^T V, from root rows V [n K, P]."""
     return log_det(V.mT @ V, delta)
 
 
 def log_det_kernel(V: Tensor, delta: Tensor) -> Tensor:
     """The same number from the neural tangent kernel: log|I + V P0^-1 V^T|."""
-    return torch.logdet(torch.eye(len(V)).to(V) + (V / delta) @ V.mT)
+    K = (V / delta) @ V.mT
+    return torch.logdet(torch.eye(len(V)).to(V) + K)
 
 
 def log_det_blocks(V: Tensor, delta: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-    """Blocks of weights as if they were independent: never less than `log_det_full`."""
+    """Blocks of weights as if they were independent: never less than `log_det_full`.
+
+    Args:
+        V: root rows [n K, P].
+        delta: prior precisions [P].
+        blocks: indices of the weights of each block.
+    """
     return torch.stack([log_det_full(V[:, b], delta[b]) for b in blocks]).sum()
 
 
 def log_det_diagonal(V: Tensor, delta: Tensor) -> Tensor:
-    """All weights as if they were independent: sum log(1 + h / delta), h = sum of V^2."""
-    return torch.log1p(V.square().sum(0) / delta).sum()
+    """All weights as if they were independent: sum log(1 + h / delta), h = diagonal of H."""
+    h = V.square().sum(0)
+    return torch.log1p(h / delta).sum()
 
 
 def kronecker_factors(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,9 +107,17 @@ def kronecker_factors(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         g: cotangents [n, K, T, O] of its outputs, one for each root row.
     """
     n, t = a.shape[:2]
-    return torch.einsum("ntd,nte->de", a, a) / (n * t), torch.einsum("nkto,nktp->op", g, g)
+    A = torch.einsum("ntd,nte->de", a, a) / (n * t)
+    B = torch.einsum("nkto,nktp->op", g, g)
+    return A, B
 
 
 def log_det_kronecker(A: Tensor, B: Tensor, delta: Tensor) -> Tensor:
-    """log|I + P0^-1 (B (x) A)| of one weight [O, D]."""
+    """log|I + P0^-1 (B (x) A)| of one weight [O, D].
+
+    Args:
+        A: input factor [D, D].
+        B: output factor [O, O].
+        delta: prior precisions [O D].
+    """
     return log_det(torch.kron(B, A), delta)

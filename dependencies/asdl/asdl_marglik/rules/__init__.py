@@ -1,6 +1,4 @@
-"""How each operation's weights enter its output: one rule per operation, found by the torch
-function called.
-"""
+"""How each operation's weights enter its output: one rule per operation, by its torch function."""
 
 from asdl_marglik.rules.base import Call, Rule, register, rule_for
 from asdl_marglik.rules.conv import Convolution

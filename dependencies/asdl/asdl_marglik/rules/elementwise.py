@@ -1,5 +1,6 @@
-"""Weights added to, multiplied with, or repeated into an activation: Fixup scalars, layer scales,
-positions.
+"""Weights added to, multiplied with, or repeated into an activation.
+
+Such are the scalars of Fixup networks, layer scales, position embeddings and class tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ _MUL = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 
 
 class Elementwise(Rule):
-    """y = a + s w or y = a w, with broadcasting: dy/dw sums s g or g a over the axes along which w
-    was repeated.
+    """y = a + s w with a sign s, or y = a w, with broadcasting.
+
+    dy/dw is the sum of s g, or of g a, over the axes along which w was repeated.
     """
 
     name = "elementwise"
@@ -26,32 +28,31 @@ class Elementwise(Rule):
     def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
         if len(args) != 2 or kwargs or not all(isinstance(t, Tensor) for t in args):
             return None
-        owners = [i for i, t in enumerate(args) if id(t) in touched]
-        if len(owners) != 1:
+        places = [i for i, t in enumerate(args) if id(t) in touched]
+        if len(places) != 1:
             return None
-        weight, other = args[owners[0]], args[1 - owners[0]]
+        place = places[0]
+        weight = args[place]
         if func in _MUL:
+            other = args[1 - place]
             return Call(other, {"weight": weight})
-        return Call(
-            None, {"weight": weight}, {"sign": -1 if func in _SUB and owners[0] == 1 else 1}
-        )
+        subtracted = func in _SUB and place == 1
+        return Call(None, {"weight": weight}, {"sign": -1 if subtracted else 1})
 
     def align_input(self, call: Call, axis: int, output_shape: tuple[int, ...]) -> Tensor | None:
         return None if call.input is None else call.input.expand(output_shape)
 
     def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
-        # an inner product: no need for the product itself
-        if a is not None and call.weights["weight"].numel() == 1:
-            rows = g.flatten(1).unsqueeze(1) @ a.flatten(1).unsqueeze(2)
-            return rows.reshape(len(g), *call.weights["weight"].shape)
         shape = call.weights["weight"].shape
-        if a is None:  # summed first: the sign then costs nothing
-            summed = (
-                g.flatten(1).sum(1).reshape(-1, *shape)
-                if shape.numel() == 1
-                else _sum_to(g.sum(1), shape, call.axis)
-            )
-            return summed if call.options["sign"] == 1 else -summed
+        scalar = shape.numel() == 1
+        if a is None:
+            # summed first: the sign then costs nothing
+            row = _sum_to_scalar(g, shape) if scalar else _sum_to(g.sum(1), shape, call.axis)
+            return row if call.options["sign"] == 1 else -row
+        if scalar:
+            # an inner product needs no memory for the elementwise product
+            products = g.flatten(1).unsqueeze(1) @ a.flatten(1).unsqueeze(2)
+            return products.reshape(len(g), *shape)
         return _sum_to((g * a).sum(1), shape, call.axis)
 
 
@@ -61,17 +62,30 @@ class Expand(Elementwise):
     name = "expand"
 
     def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
-        return Call(None, {"weight": args[0]}, {"sign": 1}) if id(args[0]) in touched else None
+        weight = args[0]
+        if id(weight) not in touched:
+            return None
+        return Call(None, {"weight": weight}, {"sign": 1})
+
+
+def _sum_to_scalar(g: Tensor, shape: torch.Size) -> Tensor:
+    """Per datum, the sum of g [n, ...], in the shape of a tensor with one entry."""
+    return g.flatten(1).sum(1).reshape(-1, *shape)
 
 
 def _sum_to(g: Tensor, shape: torch.Size, axis: int) -> Tensor:
-    """Per datum, sum g [n, *output axes but `axis`] over the axes along which a tensor of `shape`
-    was repeated.
+    """Per datum, g [n, ...] summed over the axes along which a tensor of `shape` was repeated.
+
+    Args:
+        g: [n, *axes of the operation's output except the batch axis].
+        shape: of the weight.
+        axis: the batch axis of the operation's output.
     """
-    full = [1] * (g.dim() - len(shape)) + list(shape)  # the weight's shape among the output's axes
-    full.pop(axis)
-    repeated = [i + 1 for i, size in enumerate(full) if size == 1 and g.shape[i + 1] != 1]
-    return (g.sum(repeated) if repeated else g).reshape(len(g), *shape)
+    aligned = [1] * (g.dim() - len(shape)) + list(shape)  # one size per axis of the output
+    aligned.pop(axis)
+    repeated = [i for i, size in enumerate(aligned, 1) if size == 1 and g.shape[i] != 1]
+    total = g.sum(repeated) if repeated else g
+    return total.reshape(len(g), *shape)
 
 
 register(Elementwise(), *_ADD, *_SUB, *_MUL)

@@ -11,7 +11,7 @@ from asdl_marglik.rules.base import Call, Rule, named, register
 
 
 class Embedding(Rule):
-    """y_t = W[token_t]:  dy/dW gathers g_t in the row of its token."""
+    """y_t = W[token_t]:  dy/dW adds up g_t in the row of its token."""
 
     name = "embedding"
 
@@ -20,17 +20,19 @@ class Embedding(Rule):
         arguments = named(signature, args, kwargs)
         if arguments.get("max_norm") is not None or arguments.get("scale_grad_by_freq"):
             return None
-        padding = arguments.get("padding_idx")
         weight = arguments["weight"]
+        padding = arguments.get("padding_idx")
         if padding is not None and padding < 0:
             padding += len(weight)
         return Call(arguments["input"], {"weight": weight}, {"padding": padding})
 
     def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
         assert a is not None
-        tokens, g = a.flatten(1), g.flatten(1, -2)
-        if call.options["padding"] is not None:  # autograd keeps this entry of the table constant
-            g = g * (tokens != call.options["padding"]).unsqueeze(-1)
+        tokens = a.flatten(1)  # [n, T]
+        g = g.flatten(1, -2)  # [n, T, D]
+        padding = call.options["padding"]
+        if padding is not None:  # autograd keeps this entry of the table constant
+            g = g * (tokens != padding).unsqueeze(-1)
         rows = g.new_zeros(len(g), *call.weights["weight"].shape)
         return rows.scatter_add(1, tokens.unsqueeze(-1).expand_as(g), g)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asdl_marglik.rules.base import Call, Rule, Wanted, named, register
+from asdl_marglik.rules.base import Call, Rule, Wanted, named, register, weights_among
 
 
 class Linear(Rule):
@@ -18,10 +18,7 @@ class Linear(Rule):
 
     def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
         arguments = named("input weight bias", args, kwargs)
-        weights = {
-            role: arguments[role] for role in ("weight", "bias") if arguments.get(role) is not None
-        }
-        return Call(arguments["input"], weights)
+        return Call(arguments["input"], weights_among(arguments))
 
     def row(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
         return self.rows(call, role, a, g.unsqueeze(1)).squeeze(1)
@@ -31,7 +28,8 @@ class Linear(Rule):
         if role == "bias":
             return g.sum(2)
         assert a is not None
-        return g.mT @ a.flatten(1, -2).unsqueeze(1)
+        a = a.flatten(1, -2)  # [n, T, D]
+        return g.mT @ a.unsqueeze(1)
 
     def pull_rows(
         self, call: Call, role: str, a: Tensor | None, g: Tensor, bar: Tensor, wanted: Wanted
@@ -39,20 +37,23 @@ class Linear(Rule):
         if role == "bias":
             return super().pull_rows(call, role, a, g, bar, wanted)
         assert a is not None
-        a_bar = (g.flatten(2, -2) @ bar).sum(1).reshape(a.shape) if wanted[0] else None
-        g_bar = (a.flatten(1, -2).unsqueeze(1) @ bar.mT).reshape(g.shape) if wanted[1] else None
+        a_bar = g_bar = None
+        if wanted[0]:
+            per_cotangent = g.flatten(2, -2) @ bar  # [n, K, T, D]
+            a_bar = per_cotangent.sum(1).reshape(a.shape)
+        if wanted[1]:
+            g_bar = a.flatten(1, -2).unsqueeze(1) @ bar.mT  # [n, K, T, O]
+            g_bar = g_bar.reshape(g.shape)
         return a_bar, g_bar
 
     def has_factors(self, call: Call, role: str) -> bool:
         return True
 
     def patches(self, call: Call, role: str, a: Tensor) -> Tensor | None:
-        if role == "bias":
-            return None  # constant
-        return a.flatten(2, -2).unsqueeze(3) if a.dim() > 3 else a.unsqueeze(2).unsqueeze(3)
+        return None if role == "bias" else _with_positions(a)
 
     def positions(self, call: Call, role: str, g: Tensor) -> Tensor:
-        return g.flatten(2, -2).unsqueeze(3) if g.dim() > 3 else g.unsqueeze(2).unsqueeze(3)
+        return _with_positions(g)
 
 
 class MatrixProduct(Linear):
@@ -62,15 +63,12 @@ class MatrixProduct(Linear):
     output_axis = 1
 
     def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
-        if (
-            len(args) != 2
-            or kwargs
-            or args[1].dim() != 2
-            or id(args[0]) in touched
-            or args[0].dim() < 2
-        ):
+        if len(args) != 2 or kwargs:
             return None
-        return Call(args[0], {"weight": args[1]})
+        left, right = args
+        if right.dim() != 2 or left.dim() < 2 or id(left) in touched:
+            return None
+        return Call(left, {"weight": right})
 
     def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
         return super().rows(call, role, a, g).mT
@@ -79,6 +77,12 @@ class MatrixProduct(Linear):
         self, call: Call, role: str, a: Tensor | None, g: Tensor, bar: Tensor, wanted: Wanted
     ) -> tuple[Tensor | None, Tensor | None]:
         return super().pull_rows(call, role, a, g, bar.mT, wanted)
+
+
+def _with_positions(t: Tensor) -> Tensor:
+    """[n, Q, ..., D] -> [n, Q, T, 1, D]: all axes in the middle are positions, or there is one."""
+    t = t.flatten(2, -2) if t.dim() > 3 else t.unsqueeze(2)
+    return t.unsqueeze(3)
 
 
 register(Linear(), F.linear)

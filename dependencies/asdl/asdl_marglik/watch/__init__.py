@@ -1,3 +1,1 @@
-"""How a network uses its weights: recorded while it runs, planned once, verified on two data
-points.
-"""
+"""How a network uses its weights: recorded, planned once, verified on two data points."""

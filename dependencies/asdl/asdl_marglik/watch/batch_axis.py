@@ -7,42 +7,74 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Activations of a datum in a batch and alone agree to rounding, which in float32 and a deep network
+# is far below these tolerances; activations of another datum or position are far above.
+SAME_ENTRY = 1e-3  # relative to the entry
+SAME_ZERO = 1e-4  # relative to the largest entry, for entries close to zero
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The batch sits on `axis`, possibly flattened together with other positions that vary slower
-    (`fast` batch) or faster.
+    """The axis of an activation that holds the data points.
 
-    `[T, batch, D]` has axis 1; `[batch * T, D]` axis 0; `[T * batch, D]`, as attention flattens it,
-    axis 0 and fast.
+    They may be flattened together with positions. `[T, batch, D]` has axis 1; `[batch * T, D]` has
+    axis 0; `[T * batch, D]`, as attention flattens it, has axis 0 and a fast batch.
+
+    Args:
+        axis: the axis that holds the data points.
+        fast: whether the data points vary faster than the positions flattened together with them.
+        single: whether the layout was seen with one position per datum only, where fast and slow
+            are the same; then it holds for one position, not for more.
     """
 
     axis: int
     fast: bool = False
-    # found on one position per datum, where slow and fast are the same: for no more than one
     single: bool = False
 
     def standard(self, t: Tensor, batch: int, n: int) -> Tensor:
-        """[..., batch * m, ...] -> [n, Q, ...] with Q = (batch / n) * m repetitions per datum."""
+        """[..., batch * m, ...] -> [n, Q, ...] with Q = (batch / n) * m repetitions per datum.
+
+        Args:
+            t: an activation, with batch * m entries on `axis`.
+            batch: number of inputs of the network, augmented copies included.
+            n: number of data points.
+        """
         t = t.movedim(self.axis, 0)
         m = t.shape[0] // batch
-        t = t.unflatten(0, (m, batch)).transpose(0, 1) if self.fast else t.unflatten(0, (batch, m))
+        if self.fast:
+            t = t.unflatten(0, (m, batch)).transpose(0, 1)
+        else:
+            t = t.unflatten(0, (batch, m))
         return t.reshape(n, (batch // n) * m, *t.shape[2:])
 
 
 def find_layout(joint: Tensor, singles: tuple[Tensor, Tensor]) -> Layout | None:
-    """The layout of an output of two data points, from the outputs of each alone; None: it does not
-    carry the batch.
+    """The layout of an activation; None if it does not carry the batch.
+
+    Args:
+        joint: the activation for two data points.
+        singles: the same activation for each of them alone.
     """
-    shape, single = joint.shape, singles[0].shape
-    if len(shape) != len(single) or singles[1].shape != single:
+    axis = _doubled_axis(joint, singles)
+    if axis is None:
         return None
-    axes = [i for i, (two, one) in enumerate(zip(shape, single, strict=True)) if two != one]
-    if len(axes) != 1 or shape[axes[0]] != 2 * single[axes[0]]:
-        return None
-    for layout in (Layout(axes[0]), Layout(axes[0], fast=True)):
-        parts = layout.standard(joint, 2, 2)
-        alone = torch.stack([s.movedim(layout.axis, 0) for s in singles])
-        if torch.allclose(parts, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
-            return Layout(layout.axis, layout.fast, single=parts.shape[1] == 1)
+    alone = torch.stack([single.movedim(axis, 0) for single in singles])
+    atol = SAME_ZERO * float(alone.abs().max())
+    for fast in (False, True):
+        parts = Layout(axis, fast).standard(joint, 2, 2)
+        if torch.allclose(parts, alone, rtol=SAME_ENTRY, atol=atol):
+            return Layout(axis, fast, single=parts.shape[1] == 1)
     return None
+
+
+def _doubled_axis(joint: Tensor, singles: tuple[Tensor, Tensor]) -> int | None:
+    """The one axis that is twice as long for two data points as for one, if there is one."""
+    first, second = singles
+    if joint.dim() != first.dim() or first.shape != second.shape:
+        return None
+    sizes = zip(joint.shape, first.shape, strict=True)
+    axes = [axis for axis, (two, one) in enumerate(sizes) if two != one]
+    if len(axes) != 1:
+        return None
+    axis = axes[0]
+    return axis if joint.shape[axis] == 2 * first.shape[axis] else None

@@ -20,9 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class TwiceDifferentiable(TorchFunctionMode):
-    """Context in which substitutes take the place of operations whose derivatives cannot be
-    trusted.
-    """
+    """Context in which operations with wrong derivatives are replaced by their substitutes."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -31,16 +29,23 @@ class TwiceDifferentiable(TorchFunctionMode):
 
 
 def substitute(func: Callable) -> Callable:
-    """The operation itself, or what takes its place."""
+    """The operation that takes the place of `func`; itself, if its derivatives are right."""
     return _SUBSTITUTES.get(func, func)
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """g v / |v|, the norm over all axes but `dim` (over all, for -1); torch 2.13 drops a term of
-    its derivative.
+    """g v / |v|, in place of torch's operation, whose derivative lacks a term in torch 2.13.
+
+    Args:
+        v: direction.
+        g: length, of a shape that broadcasts with v.
+        dim: the axis over which the norm is not taken; -1: it is taken over all axes.
     """
     axes = [axis for axis in range(v.dim()) if dim == -1 or axis != dim % v.dim()]
-    norm = v.square().sum(axes, keepdim=True).sqrt() if axes else v.abs()
+    if axes:
+        norm = v.square().sum(axes, keepdim=True).sqrt()
+    else:
+        norm = v.abs()
     return v * (g / norm)
 
 
@@ -59,7 +64,7 @@ def _with_plain_cotangents(norm: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _no_hook(tensor: Tensor, hook: Callable) -> RemovableHandle:
-    """A handle of nothing."""
+    """In place of `Tensor.register_hook`: the hook is not registered, its handle does nothing."""
     return RemovableHandle(OrderedDict())
 
 

@@ -1,11 +1,10 @@
-"""Whether the way back through a network is the same for all inputs nearby, read off the autograd
-graph of one pass.
+"""Whether cotangents are the same for all inputs nearby, read off the autograd graph of one pass.
 
-A network is piecewise linear in its inputs if every operation between them and the outputs is, a
-product having at most one factor that moves. Then output cotangents do not depend on the inputs
-almost everywhere and their derivative need not be computed. What moves is what depends on the
-inputs, or on an operation with weights: the cotangent of its output is what the other factor of a
-product decides.
+A network is piecewise linear in its inputs if every operation between them and the outputs is; of a
+product, at most one factor may move. Then output cotangents do not depend on the inputs almost
+everywhere, and their derivative need not be computed. A tensor moves if it depends on the inputs or
+on the output of an operation with weights. The latter counts because the cotangent that such an
+output receives from a product is the product's other factor.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.autograd.graph import Node
 
-# operations that are piecewise linear in all their arguments together, by the names of their
-# autograd nodes
+# names of the autograd nodes of operations that are piecewise linear in all arguments together
 _LINEAR = {
     "AccumulateGrad",
     "AdaptiveAvgPool1DBackward0",
@@ -76,12 +74,15 @@ _PRODUCTS = {
 def piecewise_linear(outputs: Tensor, sources: Iterable[Node]) -> bool:
     """Whether cotangents on the way from the outputs to the sources are locally constant.
 
-    sources: nodes of the inputs, and of the outputs of operations with weights.
+    Args:
+        outputs: of the network, with their graph.
+        sources: nodes of the inputs, and of the outputs of operations with weights.
     """
     if outputs.grad_fn is None:
         return True
     moving = _moving(outputs.grad_fn, set(sources))
-    return all(_is_linear(node, moving) for node, moves in moving.items() if moves)
+    nodes = [node for node, moves in moving.items() if moves]
+    return all(_is_linear(node, moving) for node in nodes)
 
 
 def _moving(end: Node, sources: set[Node]) -> dict[Node, bool]:
@@ -101,6 +102,7 @@ def _moving(end: Node, sources: set[Node]) -> dict[Node, bool]:
 
 
 def _is_linear(node: Node, moving: dict[Node, bool]) -> bool:
+    """Whether an operation is piecewise linear in those of its arguments that move."""
     name = node.name().rpartition("::")[2]
     if name in _LINEAR:
         return True
@@ -109,7 +111,8 @@ def _is_linear(node: Node, moving: dict[Node, bool]) -> bool:
     if getattr(node, "_saved_training", False):  # normalised by statistics of the batch
         return False
     arguments = [argument for argument, _ in node.next_functions]
-    factors = [moving.get(arguments[i], False) for i in _PRODUCTS[name] if i < len(arguments)]  # type: ignore[arg-type]
-    if name == "DivBackward0" and factors[-1]:  # not linear in its divisor
+    factors = [arguments[i] for i in _PRODUCTS[name] if i < len(arguments)]
+    moves = [factor is not None and moving.get(factor, False) for factor in factors]
+    if name == "DivBackward0" and moves[-1]:  # not linear in its divisor
         return False
-    return sum(factors) <= 1
+    return sum(moves) <= 1

@@ -17,8 +17,10 @@ from asdl_marglik.errors import CurvatureError
 
 Inputs = Any  # a tensor or a mapping of tensors, each with a leading batch axis
 
-PIECE = 2**16  # numbers whose bits are added up at once
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of as many bytes
+# A checksum takes so many numbers at a time: their 64-bit integers fill half a megabyte, whatever
+# the size of the tensor.
+PIECE = 2**16
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> integer of that size
 
 # Modes of modules, the global random state and, while some of them are replaced, a model's
 # parameters belong to the process: estimates in several threads take turns.
@@ -26,12 +28,18 @@ ONE_AT_A_TIME = threading.RLock()
 
 
 def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
-    """Apply `function` to every tensor of the inputs."""
+    """The inputs with `function` applied to each of their tensors.
+
+    Args:
+        function: of one tensor.
+        x: a tensor, or a mapping whose other entries stay as they are.
+    """
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
         return {
-            key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()
+            name: function(entry) if isinstance(entry, Tensor) else entry
+            for name, entry in x.items()
         }
     raise CurvatureError(
         f"inputs must be a tensor or a mapping of tensors, got {type(x).__name__}; convert with "
@@ -40,58 +48,74 @@ def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 
 
 def taken(x: Inputs, index: int | slice | Tensor) -> Inputs:
-    """Some of the data points, of every tensor of the inputs."""
+    """Some of the data points.
+
+    Args:
+        x: inputs [n, ...].
+        index: their place on the batch axis; an integer removes the axis.
+    """
     return map_inputs(lambda t: t[index], x)
 
 
 def tensors_of(x: Inputs) -> list[Tensor]:
     """The tensors of the inputs, in a fixed order."""
-    tensors = (
-        [x]
-        if isinstance(x, Tensor)
-        else [value for value in x.values() if isinstance(value, Tensor)]
-    )
+    entries = [x] if isinstance(x, Tensor) else x.values()
+    tensors = [entry for entry in entries if isinstance(entry, Tensor)]
     if not tensors:
         raise CurvatureError("inputs must hold at least one tensor, got an empty mapping")
     return tensors
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a parameter name fits one of the shell-style patterns (`head.*`)."""
+    """Whether a parameter name fits one of some shell-style patterns.
+
+    Args:
+        name: of a parameter, as in `model.named_parameters()`.
+        patterns: such as `head.*`.
+    """
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def trainable(model: nn.Module, hyper: Iterable[str] = ()) -> dict[str, nn.Parameter]:
-    """The weights: parameters that require grad, less those named as hyperparameters, in the
-    model's order.
+    """The weights: parameters that require grad and are no hyperparameters, in the model's order.
+
+    Args:
+        model: the user's model.
+        hyper: patterns of the names of hyperparameters.
     """
-    return {
-        name: p
-        for name, p in model.named_parameters()
-        if p.requires_grad and not matches(name, hyper)
-    }
+    parameters = model.named_parameters()
+    return {name: p for name, p in parameters if p.requires_grad and not matches(name, hyper)}
 
 
 def hyperparameters_in(model: nn.Module, hyper: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters named as hyperparameters; a pattern that fits none is an error."""
+    """The hyperparameters among the parameters; a pattern that fits none is an error.
+
+    Args:
+        model: the user's model.
+        hyper: patterns of their names.
+    """
     hyper = list(hyper)
-    names = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for pattern in hyper:
-        if not any(matches(name, [pattern]) for name in names):
+        if not any(matches(name, [pattern]) for name in parameters):
             raise CurvatureError(
-                f"hyperparameter pattern {pattern!r} fits no parameter; there are {list(names)}"
+                f"hyperparameter pattern {pattern!r} fits no parameter; there are "
+                f"{list(parameters)}"
             )
-    return {name: p for name, p in names.items() if p.requires_grad and matches(name, hyper)}
+    return {name: p for name, p in parameters.items() if p.requires_grad and matches(name, hyper)}
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every submodule's own mode restored afterwards, also after an
-    exception.
+    """Evaluation mode inside; the mode of every submodule is restored afterwards.
 
-    Attention runs by its plain formula: the fused kernels have no second derivative. Autocast is
-    off, so that numbers have the precision of the weights. Other threads wait; one that trains the
-    model meanwhile is not noticed.
+    It is restored after an exception, too. Attention runs by its plain formula: the fused kernels
+    have no second derivative. Autocast is off, so that numbers have the precision of the weights.
+    Other threads wait at their own `evaluating`; a thread that trains the model meanwhile is not
+    noticed.
+
+    Args:
+        model: the user's model.
     """
     with ONE_AT_A_TIME:
         training = [(module, module.training) for module in model.modules()]
@@ -106,29 +130,54 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Autocast switched off, for the CPU and for the model's device."""
+    """Autocast switched off inside, for the CPU and for the model's device.
+
+    Args:
+        model: the user's model.
+    """
     device = next((p.device.type for p in model.parameters()), "cpu")
     with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
         yield
 
 
 def run(model: nn.Module, x: Inputs, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Outputs [n, ...] of inputs x [n, ...], with some weights replaced."""
-    f = functional_call(model, dict(weights), (x,)) if weights else model(x)
+    """Outputs [n, ...] of the model.
+
+    Args:
+        model: the user's model.
+        x: inputs [n, ...].
+        weights: values that replace parameters of these names.
+    """
+    if weights:
+        f = functional_call(model, dict(weights), (x,))
+    else:
+        f = model(x)
     return checked_outputs(f, len(tensors_of(x)[0]))
 
 
 def run_averaged(
     model: nn.Module, copies: Inputs, weights: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Outputs [n, ...] of augmented copies [n, A, ...], averaged over the A copies of a datum."""
+    """Outputs [n, ...] of the model, averaged over the A augmented copies of a datum.
+
+    Args:
+        model: the user's model.
+        copies: inputs [n, A, ...].
+        weights: values that replace parameters of these names.
+    """
     n, a = tensors_of(copies)[0].shape[:2]
     flat = map_inputs(lambda t: t.flatten(0, 1), copies)
-    return run(model, flat, weights).unflatten(0, (n, a)).mean(1)
+    f = run(model, flat, weights)
+    return f.unflatten(0, (n, a)).mean(1)
 
 
 def checked_outputs(f: Any, n: int) -> Tensor:
-    """The outputs of n data points, if they are one tensor with a leading batch axis."""
+    """The outputs of a model; an error if they are not one tensor with a leading batch axis.
+
+    Args:
+        f: what the model returned.
+        n: number of its inputs.
+    """
     if not isinstance(f, Tensor):
         entries = f" with the entries {list(f)}" if isinstance(f, Mapping) else ""
         raise CurvatureError(
@@ -150,14 +199,12 @@ def copied(x: Inputs) -> Inputs:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor has been written to."""
+    """How often each tensor has been written to, as torch counts it."""
     return [t._version for t in tensors]
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks that may change gradients on their way back: rows would not be derivatives of
-    the outputs.
-    """
+    """Raise an error for a backward hook: rows would no longer be derivatives of the outputs."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CurvatureError(
@@ -169,15 +216,26 @@ def check_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The global random state set to `seed` inside and restored afterwards; other threads wait."""
-    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    """The global random state set inside and restored afterwards; other threads wait.
+
+    Args:
+        seed: of the random numbers.
+        device: of the model, whose generator is set besides that of the CPU.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=devices):
         seed_all(seed, device)
         yield
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Set the generators a model on `device` may draw from; torch.manual_seed takes a millisecond
-    to find others.
+    """Set the generators that a model on `device` may draw from.
+
+    `torch.manual_seed` does more: it takes a millisecond to look for other devices.
+
+    Args:
+        seed: of the random numbers.
+        device: of the model.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -185,46 +243,59 @@ def seed_all(seed: int, device: torch.device) -> None:
 
 
 def fingerprint(x: Inputs, entries: int = 1000) -> Tensor:
-    """A few entries of the inputs, by which to know them again."""
-    flat = [t.detach().flatten() for t in tensors_of(x)]
-    return torch.cat([t[:: max(1, t.numel() // entries)].double() for t in flat])
+    """A few entries of the inputs, by which they are recognised later.
+
+    Args:
+        x: inputs [n, ...].
+        entries: about how many entries of each tensor, evenly spaced.
+    """
+    samples = []
+    for t in tensors_of(x):
+        step = max(1, t.numel() // entries)
+        samples.append(t.detach().flatten()[::step].double())
+    return torch.cat(samples)
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """One integer per tensor [T], sum_i r_i bits_i (mod 2^64) with random r_i: another one after
-    any change.
+    """One integer per tensor, which differs after any change of the tensor.
 
-    Versions of tensors do not count writes through `.data`; sums of integers, unlike norms, do not
-    depend on threads.
+    It is sum_i r_i bits_i (mod 2^64) with random factors r_i. Versions of tensors would miss writes
+    through `.data`; sums of integers, unlike norms, do not depend on the number of threads.
+
+    Args:
+        tensors: of any shapes and devices.
     """
     generator = torch.Generator().manual_seed(0)
-    random = torch.randint(-(2**62), 2**62, (PIECE,), generator=generator)
-    return torch.stack(
-        [_hashed(tensor.detach(), random.to(tensor.device)).cpu() for tensor in tensors]
-    )
+    factors = torch.randint(-(2**62), 2**62, (PIECE,), generator=generator)
+    return torch.stack([_hash(t.detach(), factors.to(t.device)).cpu() for t in tensors])
 
 
-def _hashed(tensor: Tensor, random: Tensor) -> Tensor:
-    """The integer of one tensor; pieces have factors of their own."""
+def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
+    """The integer of one tensor: a sum over pieces, each multiplied by another factor."""
     values = tensor.contiguous().flatten()
     bits = values.view(BITS[values.element_size()])
-    parts = []
+    sums = []
     for piece in bits.split(PIECE):
-        # folded: a sign is the highest bit, of which a product keeps the parity alone
         wide = piece.long()
-        parts.append(((wide ^ (wide >> 32)) * random[: len(wide)]).sum())
-    return (
-        torch.stack(parts) * random[torch.arange(len(parts), device=random.device) % PIECE]
-    ).sum()
+        # The sign is the highest bit, of which a product modulo 2^64 keeps the parity alone: fold
+        # the upper half onto the lower one first.
+        folded = wide ^ (wide >> 32)
+        sums.append((folded * factors[: len(wide)]).sum())
+    numbers = torch.arange(len(sums), device=factors.device) % PIECE
+    return (torch.stack(sums) * factors[numbers]).sum()
 
 
 def check_weights(model: nn.Module) -> None:
-    """Raise an error that names a non-finite parameter."""
+    """Raise an error that names a parameter with NaN or infinity, if there is one.
+
+    Args:
+        model: the user's model.
+    """
     parameters: list[Tensor] = [p.detach() for p in model.parameters() if p.is_floating_point()]
     if not parameters:
         return
-    # a single question
-    if torch.stack([norm.double() for norm in torch._foreach_norm(parameters)]).isfinite().all():
+    norms = [norm.double() for norm in torch._foreach_norm(parameters)]
+    if torch.stack(norms).isfinite().all():  # one synchronisation for all parameters
         return
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
@@ -235,27 +306,38 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_inputs(x: Inputs, offset: int = 0) -> None:
-    """Raise an error that names a datum with a non-finite entry."""
+    """Raise an error that names a datum with NaN or infinity, if there is one.
+
+    Args:
+        x: inputs [n, ...].
+        offset: number of the first of them in the data.
+    """
     for tensor in tensors_of(x):
-        if tensor.is_floating_point():
-            bad = (~tensor.flatten(1).isfinite().all(1)).nonzero()
-            if len(bad):
-                raise CurvatureError(
-                    f"input {int(bad[0]) + offset} contains NaN or infinity; remove or repair "
-                    "that datum"
-                )
+        if not tensor.is_floating_point():
+            continue
+        bad = (~tensor.flatten(1).isfinite().all(1)).nonzero()
+        if len(bad):
+            raise CurvatureError(
+                f"input {int(bad[0]) + offset} contains NaN or infinity; remove or repair "
+                "that datum"
+            )
 
 
 def finite(x: Inputs) -> Tensor:
-    """Whether all entries are finite, as a tensor: nobody waits for it."""
+    """Whether all entries are finite, as a tensor: no device synchronisation."""
     return torch.stack([t.isfinite().all() for t in tensors_of(x)]).all()
 
 
 def check_finite(
     inputs: list[Tensor], outputs: Tensor, model: nn.Module, batches: Callable[[], Iterable[Inputs]]
 ) -> None:
-    """Raise an error that names the parameter or the data index behind a non-finite input or output
-    [N, C].
+    """Raise an error that names the parameter or the datum behind NaN or infinity, if there is any.
+
+    Args:
+        inputs: whether the inputs are finite, as from `finite`.
+        outputs: of the network [N, C].
+        model: the user's model.
+        batches: gives the inputs again, batch by batch; called only if there is something to name.
     """
     if torch.stack([*inputs, outputs.isfinite().all()]).all():
         return

@@ -1,8 +1,7 @@
-"""Jacobian rows of weights that no rule covers: one gradient per datum, exact for any
-differentiable model.
+"""Jacobian rows of weights that no rule covers: one gradient per datum and cotangent.
 
-The weights are handed to the model as leaves of their own, without what is attached to the
-parameters (hooks).
+They are exact for any differentiable model. The model gets the values of the weights as new leaves,
+without anything that is attached to its parameters (hooks).
 """
 
 from __future__ import annotations
@@ -16,11 +15,18 @@ from torch.func import grad, vmap
 from asdl_marglik.watch.differentiable import TwiceDifferentiable
 from asdl_marglik.watch.model import Inputs, copied, run, taken
 
-Seeds = Callable[[Tensor, int], Tensor]  # (outputs of datum i [1, C], i) -> seeds [K, C]
+# (outputs [1, C] of datum i, i) -> cotangents [K, C] of its outputs
+Cotangents = Callable[[Tensor, int], Tensor]
 
 
 def averaged_output(model: nn.Module, weights: Mapping[str, Tensor], x: Inputs) -> Tensor:
-    """The outputs [C] of one datum, averaged over its copies x [A, ...], with the given weights."""
+    """The outputs [C] of one datum, averaged over its copies.
+
+    Args:
+        model: the user's model.
+        weights: values that replace parameters of these names.
+        x: the copies [A, ...] of the datum.
+    """
     with TwiceDifferentiable():
         f = run(model, copied(x), weights)
     return f.reshape(len(f), -1).mean(0)
@@ -32,36 +38,49 @@ def leaves_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows(
-    model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor
+    model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, cotangents: Tensor
 ) -> dict[str, Tensor]:
-    """Rows [n, K, *shape] of each weight for x [n, A, ...] and seeds [n, K, C], without a graph."""
+    """Rows [n, K, *shape] of each weight, without a graph.
 
-    def projected(w: dict[str, Tensor], x_i: Inputs, seed: Tensor) -> Tensor:
-        return (averaged_output(model, w, x_i) * seed).sum()
+    Args:
+        model: the user's model.
+        weights: the weights in question, by name.
+        x: augmented copies [n, A, ...] of the data points.
+        cotangents: of the outputs [n, K, C].
+    """
+
+    def projection(w: dict[str, Tensor], x_i: Inputs, cotangent: Tensor) -> Tensor:
+        return (averaged_output(model, w, x_i) * cotangent).sum()
 
     detached = {name: w.detach() for name, w in weights.items()}
-    # nested vmaps give wrong rows for PReLU
-    per_datum = vmap(grad(projected), in_dims=(None, 0, 0))
+    # one vmap over data points and a loop over k: nested vmaps give wrong rows for PReLU
+    row_of_each = vmap(grad(projection), in_dims=(None, 0, 0))
     try:
-        per_seed = [per_datum(detached, x, seeds[:, k]) for k in range(seeds.shape[1])]
-        return {name: torch.stack([rows[name] for rows in per_seed], 1) for name in detached}
+        columns = [row_of_each(detached, x, cotangents[:, k]) for k in range(cotangents.shape[1])]
+        return {name: torch.stack([rows_k[name] for rows_k in columns], 1) for name in detached}
     # control flow, in-place buffers, operations without a batching rule
     except (RuntimeError, ValueError, TypeError):
-        return _rows_by_loop(model, weights, x, seeds)
+        return _rows_by_loop(model, weights, x, cotangents)
 
 
 def _rows_by_loop(
-    model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, seeds: Tensor
+    model: nn.Module, weights: Mapping[str, Tensor], x: Inputs, cotangents: Tensor
 ) -> dict[str, Tensor]:
+    """The same, one backward pass per datum and cotangent."""
     leaves = leaves_of(weights)
-    collected: list[list[Tensor]] = []
+    parameters = list(leaves.values())
+    rows_of_all: list[list[Tensor]] = []
     with torch.enable_grad():
-        for i in range(len(seeds)):
+        for i, cotangents_i in enumerate(cotangents):
             f = averaged_output(model, leaves, taken(x, i))
-            for seed in seeds[i]:
-                collected.append(gradients(f, list(leaves.values()), seed, retain=True))
-    stacked = [torch.stack(column) for column in zip(*collected, strict=True)]
-    return {name: s.unflatten(0, seeds.shape[:2]) for name, s in zip(weights, stacked, strict=True)}
+            for cotangent in cotangents_i:
+                rows_of_all.append(gradients(f, parameters, cotangent, retain=True))
+    by_weight = zip(*rows_of_all, strict=True)
+    shape = cotangents.shape[:2]
+    return {
+        name: torch.stack(weight_rows).unflatten(0, shape)
+        for name, weight_rows in zip(weights, by_weight, strict=True)
+    }
 
 
 def pull(
@@ -69,23 +88,32 @@ def pull(
     weights: Mapping[str, Tensor],
     x_i: Inputs,
     i: int,
-    seeds: Seeds,
+    cotangents: Cotangents,
     bars: dict[str, Tensor],
     leaves: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradient in `leaves` of sum_k <bar_k, row_k> for one datum with copies x_i [A, ...], by plain
-    double backward.
+    """Gradient in `leaves` of sum_k <bar_k, row_k> for one datum, by plain double backward.
 
-    A row is J^T seed(f): it moves with the outputs through J and through the seed, whose own graph
-    stays, but not through their product. Not torch.func: its second derivatives through layer_norm
-    are wrong in torch 2.13.
+    A row is J^T u(f), with a cotangent u that may depend on the outputs f. Both factors are
+    differentiated: J by the second backward pass, u by its own graph. Not torch.func: its second
+    derivatives through layer_norm are wrong in torch 2.13.
+
+    Args:
+        model: the user's model.
+        weights: the weights in question, by name.
+        x_i: augmented copies [A, ...] of the datum.
+        i: its number in the chunk.
+        cotangents: gives the cotangents of its outputs.
+        bars: cotangents [K, *shape] of its rows, by name of the weight.
+        leaves: what to differentiate in.
     """
-    own = leaves_of(weights)
-    f = averaged_output(model, own, x_i)
+    new_leaves = leaves_of(weights)
+    f = averaged_output(model, new_leaves, x_i)
     total = f.new_zeros(())
-    for k, seed in enumerate(seeds(f.unsqueeze(0), i)):
-        row = gradients(f, list(own.values()), seed, create_graph=True)
-        total = total + sum((bars[name][k] * r).sum() for name, r in zip(own, row, strict=True))
+    for k, cotangent in enumerate(cotangents(f.unsqueeze(0), i)):
+        row = gradients(f, list(new_leaves.values()), cotangent, create_graph=True)
+        products = [(bars[name][k] * r).sum() for name, r in zip(new_leaves, row, strict=True)]
+        total = total + sum(products)
     return gradients(total, list(leaves))
 
 
@@ -97,12 +125,20 @@ def gradients(
     create_graph: bool = False,
     retain: bool = False,
 ) -> list[Tensor]:
-    """autograd.grad with zeros for what `outputs` do not depend on."""
+    """`torch.autograd.grad` with zeros for what `outputs` do not depend on.
+
+    Args:
+        outputs: to be differentiated.
+        inputs: what to differentiate in.
+        cotangent: of the outputs; None for a scalar.
+        create_graph: whether the gradients can be differentiated again.
+        retain: whether the graph of the outputs stays.
+    """
     if not inputs:
         return []
     if not outputs.requires_grad:
         return [torch.zeros_like(t) for t in inputs]
-    found = torch.autograd.grad(
+    grads = torch.autograd.grad(
         outputs,
         inputs,
         cotangent,
@@ -110,4 +146,4 @@ def gradients(
         retain_graph=retain or create_graph,
         allow_unused=True,
     )
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, inputs, strict=True)]
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, inputs, strict=True)]

@@ -1,9 +1,8 @@
-"""How each weight of a model gets its Jacobian rows: decided once, by running the model on two data
-points.
+"""How each weight of a model gets its Jacobian rows: decided once, on two data points.
 
 Every choice is checked there: the batch axis of each operation against the data points run alone,
-the rows of each weight against plain per-datum gradients. A weight whose rows do not pass goes the
-per-sample way.
+the rows of each weight against plain per-datum gradients. A weight whose rows do not pass is left
+to the per-sample path.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.passes.forward import Chunk
 from asdl_marglik.passes.root_rows import Selection
-from asdl_marglik.watch.batch_axis import find_layout
+from asdl_marglik.watch.batch_axis import Layout, find_layout
 from asdl_marglik.watch.model import (
     Inputs,
     check_hooks,
@@ -32,55 +31,52 @@ from asdl_marglik.watch.model import (
 )
 from asdl_marglik.watch.persample import averaged_output, gradients, leaves_of
 from asdl_marglik.watch.plan import Plan, signature_of
-from asdl_marglik.watch.record import Recorder
+from asdl_marglik.watch.record import Recorder, Use
 
-# float32 rounding in a deep network is far below these, another formula far above
-SAME = 1e-3  # relative difference of outputs that count as equal
-SAME_ROWS = 2e-3  # and of rows
-NEGLIGIBLE = 1e-6  # of the largest row, for a weight whose rows are all nearly zero
+# Two ways to compute the same numbers differ by rounding, which in float32 and a deep network is
+# far below these tolerances; a wrong formula, batch axis or datum is far above.
+SAME = 1e-3  # for outputs: relative to the entry and to the largest entry
+SAME_ROWS = 2e-3  # for rows, after one more pass through the network: the same
+NEGLIGIBLE = 1e-6  # for rows that are all nearly zero: relative to the largest row of any weight
+
+
+@dataclass
+class _JointPass:
+    """What the pass of the two data points together tells."""
+
+    recorder: Recorder
+    outputs: Tensor  # [2, ...]
+    writes_inputs: bool
+    bytes_per_input: int
 
 
 def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> Plan:
-    """Plan for a model in evaluation mode, from the first data points of x [n, ...]."""
+    """How each weight of a model gets its Jacobian rows, checked on the first two data points.
+
+    Args:
+        model: the user's model, in evaluation mode.
+        weights: its weights by name.
+        x: inputs [n, ...].
+    """
     check_hooks(model)
     _refuse_batch_statistics(model)
     pair = _two_points(x)
-    given = copied(pair)
-    before = versions(tensors_of(given))
-    fixed = sum(p.untyped_storage().nbytes() for p in model.parameters())
-    saved: dict[int, int] = {}
-
-    def count(t: Tensor) -> Tensor:
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with (
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
-        Recorder(weights, keep_outputs=True) as joint,
-    ):
-        outputs = model(given)
-    outputs = checked_outputs(outputs, 2)
+    joint = _together(model, weights, pair)
     alone = [_alone(model, weights, taken(pair, slice(i, i + 1))) for i in range(2)]
     check_weights(model)
     check_inputs(pair)
-    _refuse_mixing(model, pair, outputs, torch.cat([f for _, f in alone]))
-    plan = _candidate(model, weights, outputs.shape[1:], joint, [recorder for recorder, _ in alone])
-    plan.writes_inputs = versions(tensors_of(given)) != before
-    plan.bytes_per_input = max(1, (sum(saved.values()) - fixed) // 2)
-    inputs = [use.call.input for use in joint.uses if use.call.input is not None]
-    plan.bytes_of_uses = (
-        sum(t.numel() * t.element_size() for t in inputs) // 2,
-        sum(use.shape.numel() for use in joint.uses) * outputs.element_size() // 2,
-    )
+    outputs_alone = torch.cat([outputs for _, outputs in alone])
+    _refuse_mixing(model, pair, joint.outputs, outputs_alone)
+    plan = _candidate(model, weights, joint, [recorder for recorder, _ in alone])
     _verify_rows(plan, pair)
     plan.piecewise_linear = _is_piecewise_linear(plan, pair)
-    # nothing tells the two apart
+    # with two equal data points nothing tells batch and positions apart
     plan.provisional |= all(torch.equal(t[0], t[1]) for t in tensors_of(pair))
     return plan
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
+    """Raise an error for a batch norm that has nothing but the statistics of the batch."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise CurvatureError(
@@ -90,27 +86,60 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
             )
 
 
-def _refuse_mixing(model: nn.Module, pair: Inputs, outputs: Tensor, singles: Tensor) -> None:
-    """Refuse a model whose output for a datum depends on the others in its batch: it has no
-    per-datum Jacobian.
+def _refuse_mixing(model: nn.Module, pair: Inputs, outputs: Tensor, alone: Tensor) -> None:
+    """Raise an error if the output of a datum depends on the others: it has no Jacobian then.
+
+    Args:
+        model: the user's model.
+        pair: inputs of two data points.
+        outputs: their outputs [2, ...] in one batch.
+        alone: their outputs [2, ...], each from a batch of its own.
     """
     with torch.no_grad():
         atol = SAME * float(outputs.detach().abs().max())
-        if outputs.shape != singles.shape or torch.allclose(outputs, singles, SAME, atol):
+        if outputs.shape != alone.shape or torch.allclose(outputs, alone, SAME, atol):
             return
-        # else it is random: nothing can be said
-        if torch.allclose(outputs, run(model, copied(pair)), SAME, atol):
-            raise CurvatureError(
-                "the model's output for a datum changes with the other data of its batch (batch "
-                "statistics?); the evidence needs outputs of each datum alone"
-            )
+        again = run(model, copied(pair))
+        if not torch.allclose(outputs, again, SAME, atol):
+            return  # the model is random: nothing can be said
+    raise CurvatureError(
+        "the model's output for a datum changes with the other data of its batch (batch "
+        "statistics?); the evidence needs outputs of each datum alone"
+    )
 
 
 def _two_points(x: Inputs) -> Inputs:
+    """The first two data points; a single one is paired with a flipped copy of itself."""
     if len(tensors_of(x)[0]) >= 2:
         return map_inputs(lambda t: t[:2], x)
-    # a single datum: pair it with a shuffled copy, so that the two can be told apart
     return map_inputs(lambda t: torch.cat([t, t.flip(-1) if t.dim() > 1 else t]), x)
+
+
+def _together(model: nn.Module, weights: dict[str, nn.Parameter], pair: Inputs) -> _JointPass:
+    """The pass of the two data points in one batch."""
+    inputs = copied(pair)
+    before = versions(tensors_of(inputs))
+    parameter_bytes = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    saved_bytes: dict[int, int] = {}  # by address of the storage
+
+    def count(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        saved_bytes[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
+        Recorder(weights, keep_outputs=True) as recorder,
+    ):
+        outputs = model(inputs)
+    activation_bytes = sum(saved_bytes.values()) - parameter_bytes
+    return _JointPass(
+        recorder,
+        checked_outputs(outputs, 2),
+        writes_inputs=versions(tensors_of(inputs)) != before,
+        bytes_per_input=max(1, activation_bytes // 2),
+    )
 
 
 def _alone(
@@ -129,70 +158,99 @@ def _alone(
 
 
 def _candidate(
-    model: nn.Module,
-    weights: dict[str, nn.Parameter],
-    output_shape: torch.Size,
-    joint: Recorder,
-    alone: list[Recorder],
+    model: nn.Module, weights: dict[str, nn.Parameter], joint: _JointPass, alone: list[Recorder]
 ) -> Plan:
-    signature, layouts = signature_of(joint), []
-    persample = set(joint.opaque) | (set(weights) - joint.seen)
-    comparable = all(signature_of(single) == signature for single in alone)
+    """The plan as the recorded passes suggest it, before its rows are verified."""
+    uses = joint.recorder.uses
+    layouts = _layouts(joint.recorder, alone)
     uses_of: dict[str, list[tuple[int, str]]] = {name: [] for name in weights}
-    without_factors: set[str] = set()
-    for index, use in enumerate(joint.uses):
-        layout = None
-        if comparable and use.output is not None:
-            first, second = (single.uses[index].output for single in alone)
-            assert first is not None and second is not None
-            layout = find_layout(use.output, (first, second))
-        if layout is not None and use.rule.batch_first_only and layout.axis != 0:
-            layout = None
-        if layout is None:
-            persample.update(use.names.values())
-        layouts.append(layout)
+    persample = joint.recorder.opaque | (weights.keys() - joint.recorder.seen)
+    for index, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
         for role, name in use.names.items():
             uses_of[name].append((index, role))
-            if not use.rule.has_factors(use.call, role):
-                without_factors.add(name)
-    rules = {
-        name: " + ".join(sorted({joint.uses[i].rule.name for i, _ in uses}))
-        for name, uses in uses_of.items()
-    }
+        if layout is None:
+            persample.update(use.names.values())
     kronecker = {
         name
-        for name, uses in uses_of.items()
-        if uses
-        and name not in without_factors | persample
-        and len({joint.uses[i].rule.name for i, _ in uses}) == 1
-        and len({role for _, role in uses}) == 1
+        for name, places in uses_of.items()
+        if name not in persample and _has_factors(uses, places)
     }
-    ungrouped = {
-        n
-        for n in kronecker
-        if all(joint.uses[i].call.options.get("groups", 1) == 1 for i, _ in uses_of[n])
-    }
-    sides = {name: (len(weights[name]), weights[name][0].numel()) for name in ungrouped}
-    positions = {
-        name: sum(joint.uses[i].shape.numel() for i, _ in uses_of[name]) // (2 * len(weights[name]))
-        for name in kronecker
-    }
-    has_input = [use.call.input is not None for use in joint.uses]
-    plan = Plan(
+    return Plan(
         model,
         weights,
-        output_shape,
-        signature,
-        layouts,
-        uses_of,
-        kronecker,
-        sides,
-        positions,
-        has_input,
-        rules,
+        output_shape=joint.outputs.shape[1:],
+        signature=signature_of(joint.recorder),
+        layouts=layouts,
+        uses_of=uses_of,
+        kronecker=kronecker,
+        factor_sides={
+            name: (len(weights[name]), weights[name][0].numel())
+            for name in kronecker
+            if _has_one_channel_group(uses, uses_of[name])
+        },
+        positions={name: _n_positions(uses, uses_of[name], weights[name]) for name in kronecker},
+        has_input=[use.call.input is not None for use in uses],
+        rules={name: " + ".join(_rules_of(uses, places)) for name, places in uses_of.items()},
+        persample=persample,
+        writes_inputs=joint.writes_inputs,
+        bytes_per_input=joint.bytes_per_input,
+        bytes_of_uses=_bytes_of(uses, joint.outputs.element_size()),
     )
-    plan.persample = persample
-    return plan
+
+
+def _layouts(joint: Recorder, alone: list[Recorder]) -> list[Layout | None]:
+    """For each use, the layout of its output; None where the data points cannot be told."""
+    signature = signature_of(joint)
+    if any(signature_of(single) != signature for single in alone):
+        return [None for _ in joint.uses]
+    first, second = (single.uses for single in alone)
+    return [_layout(*uses) for uses in zip(joint.uses, first, second, strict=True)]
+
+
+def _layout(both: Use, first: Use, second: Use) -> Layout | None:
+    """The layout of one use, from the passes of both data points and of each alone."""
+    assert both.output is not None and first.output is not None and second.output is not None
+    layout = find_layout(both.output, (first.output, second.output))
+    if layout is not None and both.rule.batch_first_only and layout.axis != 0:
+        return None
+    return layout
+
+
+def _rules_of(uses: list[Use], places: list[tuple[int, str]]) -> list[str]:
+    """The names of the rules of a weight's uses, each once."""
+    return sorted({uses[index].rule.name for index, _ in places})
+
+
+def _has_factors(uses: list[Use], places: list[tuple[int, str]]) -> bool:
+    """Whether a weight has Kronecker factors, of one kind in all of its uses."""
+    roles = {role for _, role in places}
+    if len(roles) != 1 or len(_rules_of(uses, places)) != 1:
+        return False
+    return all(uses[index].rule.has_factors(uses[index].call, role) for index, role in places)
+
+
+def _has_one_channel_group(uses: list[Use], places: list[tuple[int, str]]) -> bool:
+    """Whether all uses of a weight have a single channel group."""
+    return all(uses[index].call.options.get("groups", 1) == 1 for index, _ in places)
+
+
+def _n_positions(uses: list[Use], places: list[tuple[int, str]], weight: Tensor) -> int:
+    """Shared positions T per input of all uses of a weight with factors."""
+    entries = sum(uses[index].shape.numel() for index, _ in places)
+    return entries // (2 * len(weight))
+
+
+def _bytes_of(uses: list[Use], output_bytes: int) -> tuple[int, int]:
+    """Bytes per input of the inputs and of the outputs of all uses.
+
+    Args:
+        uses: of the pass of two data points.
+        output_bytes: of one number.
+    """
+    inputs = [use.call.input for use in uses if use.call.input is not None]
+    of_inputs = sum(t.numel() * t.element_size() for t in inputs)
+    of_outputs = sum(use.shape.numel() for use in uses) * output_bytes
+    return of_inputs // 2, of_outputs // 2
 
 
 @dataclass
@@ -210,6 +268,7 @@ class _ConstantCotangents:
 
 
 def _selection(plan: Plan, pair: Inputs) -> Selection:
+    """One row of each of the two data points, for a random cotangent of its outputs."""
     with torch.no_grad():
         outputs = run(plan.model, copied(pair))
         outputs = outputs.reshape(len(outputs), -1)
@@ -221,46 +280,61 @@ def _selection(plan: Plan, pair: Inputs) -> Selection:
 
 
 def _verify_rows(plan: Plan, pair: Inputs) -> None:
-    """Move every weight whose rows differ from its plain per-datum gradients to the per-sample
-    path.
-    """
+    """Leave weights whose rows differ from plain per-datum gradients to the per-sample path."""
     selection = _selection(plan, pair)
-    leaves = leaves_of(plan.weights)
     with torch.enable_grad():
         chunk = Chunk(plan, map_inputs(lambda t: t.unsqueeze(1), pair), selection)
-        expected = []
-        for i in range(2):
-            f = averaged_output(plan.model, leaves, taken(pair, slice(i, i + 1)))
-            cotangent = selection.of(i).cotangents(f)[0, 0]
-            expected.append(gradients(f, list(leaves.values()), cotangent))
-    largest = max(float(g.abs().max()) for g in expected[0] + expected[1])
-    for index, name in enumerate(plan.weights):
+        expected = _plain_rows(plan, pair, selection)
+    largest = max(float(rows.abs().max()) for rows in expected.values())
+    for name, expected_rows in expected.items():
         if name in plan.persample:
             continue
-        truth = torch.stack([expected[0][index], expected[1][index]])
-        try:
-            rows = chunk.rows(name)[:, 0]
-        except RuntimeError:  # shapes outside what the rule covers
-            rows = None
-        atol = SAME_ROWS * float(truth.abs().max()) + NEGLIGIBLE * largest
-        if rows is None or not torch.allclose(rows, truth, rtol=SAME_ROWS, atol=atol):
+        if not _same_rows(chunk, name, expected_rows, largest):
             plan.persample.add(name)
-        plan.provisional |= not truth.any()
+        plan.provisional |= not expected_rows.any()
     plan.kronecker -= plan.persample
-    used_fast = {
-        i for name, uses in plan.uses_of.items() if name not in plan.persample for i, _ in uses
-    }
-    plan.layouts = [layout if i in used_fast else None for i, layout in enumerate(plan.layouts)]
     for name in plan.persample:
         plan.rules[name] = "per-sample"
+    by_rule = plan.weights.keys() - plan.persample
+    needed = {index for name in by_rule for index, _ in plan.uses_of[name]}
+    plan.layouts = [layout if i in needed else None for i, layout in enumerate(plan.layouts)]
+
+
+def _plain_rows(plan: Plan, pair: Inputs, selection: Selection) -> dict[str, Tensor]:
+    """Rows [2, *shape] of each weight, by a backward pass for each of the two data points."""
+    leaves = leaves_of(plan.weights)
+    parameters = list(leaves.values())
+    rows = []
+    for i in range(2):
+        f = averaged_output(plan.model, leaves, taken(pair, slice(i, i + 1)))
+        cotangent = selection.of(i).cotangents(f)[0, 0]
+        rows.append(gradients(f, parameters, cotangent))
+    return {name: torch.stack(both) for name, *both in zip(leaves, *rows, strict=True)}
+
+
+def _same_rows(chunk: Chunk, name: str, expected: Tensor, largest: float) -> bool:
+    """Whether the rows that the rules give are those expected, up to rounding.
+
+    Args:
+        chunk: the pass of the two data points.
+        name: of the weight.
+        expected: its rows [2, *shape].
+        largest: entry of the rows of any weight.
+    """
+    try:
+        rows = chunk.rows(name)[:, 0]
+    except RuntimeError:  # shapes outside what the rule covers
+        return False
+    atol = SAME_ROWS * float(expected.abs().max()) + NEGLIGIBLE * largest
+    return torch.allclose(rows, expected, rtol=SAME_ROWS, atol=atol)
 
 
 def _is_piecewise_linear(plan: Plan, pair: Inputs) -> bool:
-    """What the graph of the two data points says."""
+    """Whether the network is piecewise linear in its inputs, as the graph of the pair says."""
     if not all(t.is_floating_point() for t in tensors_of(pair)):
         return False
+    selection = _selection(plan, pair)
     with torch.enable_grad():
         x = map_inputs(lambda t: t.detach().unsqueeze(1).requires_grad_(), pair)
-        return not Chunk(
-            plan, x, _selection(plan, pair), differentiate="where needed"
-        ).differentiable
+        chunk = Chunk(plan, x, selection, differentiate="where needed")
+    return not chunk.differentiable

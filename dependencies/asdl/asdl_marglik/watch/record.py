@@ -9,7 +9,7 @@ and `nn.MultiheadAttention` alike, and leaves no hook behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -25,19 +25,29 @@ from asdl_marglik.watch.differentiable import TwiceDifferentiable, substitute
 
 @dataclass
 class Use:
-    """One call of an operation with weights among its arguments."""
+    """One call of an operation with weights among its arguments.
+
+    Args:
+        rule: of the operation.
+        call: its arguments, sorted by meaning.
+        names: for each role in the operation ("weight", "bias"), the name of the parameter.
+        edge: place of the output in the graph, before any in-place operation on the output.
+        shape: of the output.
+        version: how often the input had been written to at the time of the call.
+        output: its values; None except while planning.
+    """
 
     rule: Rule
     call: Call
-    names: dict[str, str]  # role in the operation ("weight", "bias") -> parameter name
-    edge: GradientEdge | None  # the output, as it was before any in-place operation on it
+    names: dict[str, str]
+    edge: GradientEdge | None
     shape: torch.Size
     version: int
-    output: Tensor | None = None  # kept only while planning
+    output: Tensor | None = None
 
     @property
     def input(self) -> Tensor | None:
-        """The operation's input; refuses one that was overwritten after the call."""
+        """The operation's input; an error if it was overwritten after the call."""
         tensor = self.call.input
         if tensor is not None and tensor._version != self.version:
             raise CurvatureError(
@@ -47,22 +57,25 @@ class Use:
         return tensor
 
     def without_graph(self) -> Use:
-        """The same use, free of the pass's tensors."""
+        """The same use without the tensors and the graph of its pass."""
         return replace(self, call=replace(self.call, input=None), edge=None)
 
 
 class Recorder(TwiceDifferentiable):
-    """Context in which a forward pass leaves its `uses` (in order of execution) and its `opaque`
-    weights.
+    """Context in which a forward pass is recorded: its uses of weights, and which are opaque.
+
+    Args:
+        weights: the weights to watch, by name.
+        keep_outputs: whether uses hold copies of their outputs (for the planner).
     """
 
     def __init__(self, weights: Mapping[str, Tensor], *, keep_outputs: bool = False):
         super().__init__()
         self._names = {id(tensor): name for name, tensor in weights.items()}
         self._keep_outputs = keep_outputs
-        self.uses: list[Use] = []
-        self.opaque: set[str] = set()
-        self.seen: set[str] = set()
+        self.uses: list[Use] = []  # in order of execution
+        self.opaque: set[str] = set()  # weights in calls that no rule understands
+        self.seen: set[str] = set()  # weights in any call
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -74,33 +87,39 @@ class Recorder(TwiceDifferentiable):
         rule = rule_for(func)
         call = rule.bind(func, args, kwargs, touched) if rule is not None else None
         if call is None and _is_composite(func):
-            with self:  # look inside: its own calls are what the rules know
+            with self:  # look inside: rules know the operations it is made of
                 return _without_override_check(func)(*args, **kwargs)
         result = substitute(func)(*args, **kwargs)
         outputs = [t for t in _tensors(result) if t.requires_grad]
         if not outputs:  # a query such as `.shape` or `.dtype`
             return result
-        names = (
-            {role: self._names[id(t)] for role, t in call.weights.items() if id(t) in touched}
-            if call
-            else {}
-        )
-        self.opaque.update({self._names[i] for i in touched} - set(names.values()))
-        if call is not None and names:
-            assert rule is not None
-            self.uses.append(
-                Use(
-                    rule,
-                    call,
-                    names,
-                    get_gradient_edge(result),
-                    result.shape,
-                    0 if call.input is None else call.input._version,
-                    result.detach().clone() if self._keep_outputs else None,
-                )
-            )
-        self.seen.update(self._names[i] for i in touched)
+        weights = {self._names[i] for i in touched}
+        self.seen.update(weights)
+        names = self._weights_in(call)
+        self.opaque.update(weights - set(names.values()))
+        if names:
+            assert rule is not None and call is not None
+            self.uses.append(self._use(rule, call, names, result))
         return result
+
+    def _weights_in(self, call: Call | None) -> dict[str, str]:
+        """The names of the watched weights in a call that a rule understands, by role."""
+        if call is None:
+            return {}
+        watched = [(role, id(t)) for role, t in call.weights.items() if id(t) in self._names]
+        return {role: self._names[i] for role, i in watched}
+
+    def _use(self, rule: Rule, call: Call, names: dict[str, str], output: Tensor) -> Use:
+        """The record of one call."""
+        return Use(
+            rule,
+            call,
+            names,
+            edge=get_gradient_edge(output),
+            shape=output.shape,
+            version=0 if call.input is None else call.input._version,
+            output=output.detach().clone() if self._keep_outputs else None,
+        )
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -115,6 +134,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _is_composite(func: Callable) -> bool:
+    """Whether a function of torch is written in Python, of other functions of torch."""
     return isinstance(func, FunctionType) and func.__module__ == "torch.nn.functional"
 
 
@@ -123,15 +143,14 @@ _COMPOSITES: dict[Callable, Callable] = {}
 
 def _without_override_check(func: Callable) -> Callable:
     """The same Python function, minus the check that would hand it straight back to the mode."""
-    if func not in _COMPOSITES:
-        assert isinstance(func, FunctionType)
-        checks: Iterable[str] = [
-            name for name in func.__globals__ if name.startswith("has_torch_function")
-        ]
-        scope = {**func.__globals__, **{name: lambda *_: False for name in checks}}
-        copy = FunctionType(
-            func.__code__, scope, func.__name__, func.__defaults__, func.__closure__
-        )
-        copy.__kwdefaults__ = func.__kwdefaults__
-        _COMPOSITES[func] = copy
-    return _COMPOSITES[func]
+    if func in _COMPOSITES:
+        return _COMPOSITES[func]
+    assert isinstance(func, FunctionType)
+    scope = dict(func.__globals__)
+    for name in func.__globals__:
+        if name.startswith("has_torch_function"):
+            scope[name] = lambda *_: False
+    copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    _COMPOSITES[func] = copy
+    return copy
