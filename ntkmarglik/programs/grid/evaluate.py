@@ -24,14 +24,9 @@ from ntkmarglik.programs.grid.kernel import STRUCTURES, Kernel
 
 def values_of(grid: Grid) -> list[float]:
     """The hyperparameter's values."""
-    if grid.points < 1:
-        raise NtkMarglikError(f"--points must be at least 1, but is {grid.points}.")
-    found = (
-        np.logspace(-4, 4, grid.points)
-        if grid.hyperparameter == "prior"
-        else np.linspace(0, math.pi, grid.points)
-    )
-    return [float(value) for value in found]
+    if grid.hyperparameter == "prior":
+        return np.logspace(-4, 4, grid.points).tolist()
+    return np.linspace(0, math.pi, grid.points).tolist()
 
 
 @dataclass(frozen=True)
