@@ -1,16 +1,17 @@
-"""What every program's settings can do: read flags and yaml files, and give the command that makes
-them again.
+"""What every program's settings can do: read flags and yaml files, refuse numbers outside their
+range, and give the command that makes them again.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import tyro
 import yaml
@@ -18,6 +19,62 @@ import yaml
 from ntkmarglik.errors import NtkMarglikError
 
 S = TypeVar("S", bound="Settings")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have, stated with its type: `Annotated[int, POSITIVE]`.
+
+    For several numbers, `Annotated[tuple[float, ...], POSITIVE]`, it is the range of each.
+
+    Args:
+        holds: whether a value is in the range.
+        rule: what the sentence that refuses another value says about the flag.
+        rule_of_several: the same for a flag that takes several numbers.
+        infinite: whether infinity may be in it; NaN never is.
+        empty: whether there may be none of several numbers.
+    """
+
+    holds: Callable[[float], bool]
+    rule: str
+    rule_of_several: str = ""
+    infinite: bool = False
+    empty: bool = False
+
+    def refuse(self, flag: str, value: float | tuple[float, ...]) -> None:
+        """Refuse a value outside the range with a sentence that names its flag."""
+        several = isinstance(value, tuple)
+        numbers = value if isinstance(value, tuple) else (value,)
+        rule = (self.rule_of_several or self.rule) if several else self.rule
+        if all(map(self._is_bounded, numbers)):
+            if all(map(self.holds, numbers)) and (numbers or self.empty):
+                return
+        else:
+            rule = "must be finite numbers" if several else "must be a finite number"
+        verb = "are" if several else "is"
+        shown = " ".join(map(str, numbers)) or "none"
+        raise NtkMarglikError(f"{flag} {rule}, but {verb} {shown}.")
+
+    def _is_bounded(self, number: float) -> bool:
+        """Whether a number is finite, or infinite where that is allowed."""
+        return math.isfinite(number) or (self.infinite and not math.isnan(number))
+
+
+POSITIVE = Range(
+    lambda value: value > 0, "must be greater than 0", "must be numbers greater than 0"
+)
+NOT_NEGATIVE = Range(lambda value: value >= 0, "must not be negative")
+ANY_NUMBER = Range(lambda value: True, "must be a number")
+
+PositiveInt = Annotated[int, POSITIVE]
+PositiveFloat = Annotated[float, POSITIVE]
+PositiveFloats = Annotated[tuple[float, ...], POSITIVE]
+NonNegativeInt = Annotated[int, NOT_NEGATIVE]
+NonNegativeFloat = Annotated[float, NOT_NEGATIVE]
+NonNegativeInts = Annotated[tuple[int, ...], replace(NOT_NEGATIVE, empty=True)]
+# a time or a size that may be without limit
+Limit = Annotated[float, replace(NOT_NEGATIVE, infinite=True)]
+AnyFloat = Annotated[float, ANY_NUMBER]
 
 
 @dataclass(frozen=True)
@@ -46,8 +103,8 @@ class Settings:
         groups = {}
         for group in fields(self):
             part = getattr(self, group.name)
-            own = {name: changes.pop(name) for name in list(changes) if hasattr(part, name)}
-            groups[group.name] = replace(part, **own)
+            names = [name for name in changes if hasattr(part, name)]
+            groups[group.name] = replace(part, **{name: changes.pop(name) for name in names})
         if changes:
             raise NtkMarglikError(
                 f"Unknown setting {next(iter(changes))!r}; known are {', '.join(self.flat())}."
@@ -67,7 +124,8 @@ class Settings:
 
     def arguments(self) -> list[str]:
         """The flags that differ from the defaults, as a shell would pass them."""
-        defaults, flags = type(self)().flat(), []
+        defaults = type(self)().flat()
+        flags: list[str] = []
         for name, value in self.flat().items():
             if value != defaults[name]:
                 flags.extend(_flag(name, value))
@@ -76,6 +134,28 @@ class Settings:
     def command(self, script: str = "") -> str:
         """The command line that gives this configuration."""
         return shlex.join(["python", script or self.script, *self.arguments()])
+
+
+def check_numbers(settings: Settings) -> None:
+    """Refuse every number that is outside the range stated where the setting is declared."""
+    for name, value, allowed in numbers_of(settings):
+        if allowed is not None:
+            allowed.refuse(f"--{name.replace('_', '-')}", value)
+
+
+def numbers_of(settings: Settings) -> Iterator[tuple[str, Any, Range | None]]:
+    """Name, value and stated range of every setting that is a number or several numbers."""
+    for group in fields(settings):
+        part = getattr(settings, group.name)
+        hints = get_type_hints(type(part), include_extras=True)
+        for setting in fields(part):
+            kind = hints[setting.name]
+            marks = getattr(kind, "__metadata__", ())
+            stated = next((mark for mark in marks if isinstance(mark, Range)), None)
+            if marks:
+                kind = kind.__origin__
+            if kind in (int, float, tuple[int, ...], tuple[float, ...]):
+                yield setting.name, getattr(part, setting.name), stated
 
 
 def _plain(value: Any) -> Any:
@@ -87,11 +167,12 @@ def parse_as(kind: type[S], arguments: Sequence[str] | None = None) -> S:
     """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags
     override it.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
     return tyro.cli(
         kind,
         config=(tyro.conf.OmitArgPrefixes,),
-        args=_with_files(given, kind().flat()),
+        args=_with_files(list(arguments), kind().flat()),
         prog=kind.script,
         description=f"{kind.__doc__}\n\n--config FILE.yaml reads settings from a file; "
         "flags override it.",
@@ -142,20 +223,21 @@ def _flags_of(path: Path, defaults: dict[str, Any]) -> list[str]:
             raise NtkMarglikError(
                 f"{path}: unknown setting {key!r}.{hint} --help lists all of them."
             )
-        if value is None:
-            continue
-        several = isinstance(defaults[name], tuple) and isinstance(value, list)
-        if isinstance(value, dict | list) and not several:
-            raise NtkMarglikError(f"{path}: {key} must be a single value, but is {value!r}.")
-        if isinstance(value, bool) != isinstance(defaults[name], bool):
-            expected = (
-                "true or false"
-                if isinstance(defaults[name], bool)
-                else f"a value like {defaults[name]!r}"
-            )
-            raise NtkMarglikError(f"{path}: {key} must be {expected}, but is {value!r}.")
-        flags.extend(_flag(name, value))
+        if value is not None:
+            _refuse_other_kind(f"{path}: {key}", value, defaults[name])
+            flags.extend(_flag(name, value))
     return flags
+
+
+def _refuse_other_kind(setting: str, value: Any, default: Any) -> None:
+    """Refuse a value of a file that is of another kind than the default; tyro reads the rest."""
+    several = isinstance(default, tuple) and isinstance(value, list)
+    if isinstance(value, dict | list) and not several:
+        raise NtkMarglikError(f"{setting} must be a single value, but is {value!r}.")
+    if isinstance(value, bool) == isinstance(default, bool):
+        return
+    expected = "true or false" if isinstance(default, bool) else f"a value like {default!r}"
+    raise NtkMarglikError(f"{setting} must be {expected}, but is {value!r}.")
 
 
 def _flag(name: str, value: Any) -> list[str]:

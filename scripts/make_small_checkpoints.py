@@ -92,7 +92,7 @@ def make(name: str, given: argparse.Namespace) -> None:
     model = Classifier(build(train, len(classes), folder))
     model.save(folder)  # the configuration makes a checkpoint of the folder
     prepare = Preparation(str(folder), text=is_text(dataset), max_length=LENGTH)
-    parts = [Part(split, prepare, torch.device("cpu")) for split in (train, test)]
+    parts = [Part.of(split, prepare, torch.device("cpu")) for split in (train, test)]
     batches = torch.Generator().manual_seed(given.seed)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.01)
     model.train()

@@ -74,7 +74,8 @@ def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks |
         torch.cuda.set_device(device)
         # a timeout is an error that can be given a name
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    backend, wait = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    wait = timedelta(seconds=timeout)
     # torchrun may keep its store when it starts processes again: they must not find the addresses
     # of those before
     store, number, size = next(dist.rendezvous("env://", timeout=wait))
@@ -104,22 +105,28 @@ def in_turn(
     """Results [n, C] of all batches, one after the other; ranks take batches in turn."""
     if ranks is None:
         return torch.cat([compute(batch) for batch in batches])
-    own = {number: compute(batch) for number, batch in enumerate(batches) if ranks.owns(number)}
-    columns = int(
-        ranks.largest(max([len(result[0]) for result in own.values()], default=0), "evaluation")
-    )
-    results = [
-        own.get(number, batch.new_zeros(len(batch), columns))
-        for number, batch in enumerate(batches)
-    ]
+    computed: dict[int, Tensor] = {}
+    for number, batch in enumerate(batches):
+        if ranks.owns(number):
+            computed[number] = compute(batch)
+    # a rank without batches learns the number of columns from the others
+    columns = max((result.shape[1] for result in computed.values()), default=0)
+    columns = int(ranks.largest(columns, "evaluation"))
+    results = []
+    for number, batch in enumerate(batches):
+        zeros = batch.new_zeros(len(batch), columns)
+        results.append(computed.get(number, zeros))
     return ranks.sum(torch.cat(results), "evaluation")
 
 
 def together(gradients: Sequence[Tensor], ranks: Ranks, step: str) -> list[Tensor]:
     """Sums of gradients over ranks, in one message."""
-    flat = ranks.sum(torch.cat([g.double().flatten() for g in gradients]), step)
-    pieces = flat.split([g.numel() for g in gradients])
-    return [piece.view_as(g).to(g.dtype) for piece, g in zip(pieces, gradients, strict=True)]
+    message = torch.cat([gradient.double().flatten() for gradient in gradients])
+    sums = ranks.sum(message, step).split([gradient.numel() for gradient in gradients])
+    return [
+        total.view_as(gradient).to(gradient.dtype)
+        for total, gradient in zip(sums, gradients, strict=True)
+    ]
 
 
 class SharedLoss:
@@ -137,13 +144,14 @@ class SharedLoss:
         self._parallel = DistributedDataParallel(module)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        n, own = len(y), self.ranks.spans(len(y))[self.ranks.rank]
-        n_own = own.stop - own.start
-        if not n_own:  # takes part in the reduction of gradients all the same
-            own = slice(0, 1)
+        n = len(y)
+        span = self.ranks.spans(n)[self.ranks.rank]
+        share = (span.stop - span.start) * self.ranks.size / n
+        if not share:  # takes part in the reduction of gradients all the same
+            span = slice(0, 1)
         sharing = getattr(self.problem.augment, "sharing", None)
-        with contextlib.nullcontext() if sharing is None else sharing(own.start, n):
-            return self._parallel(x[own], y[own]) * (n_own * self.ranks.size / n)
+        with contextlib.nullcontext() if sharing is None else sharing(span.start, n):
+            return self._parallel(x[span], y[span]) * share
 
 
 class _Loss(nn.Module):

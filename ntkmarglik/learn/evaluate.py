@@ -13,7 +13,8 @@ from ntkmarglik.learn.distributed import in_turn
 
 BINS = 15
 BATCH = 1000
-PAIRS, REPEATS = 10_000, 10  # of joint predictions
+PAIRS = 10_000  # of inputs in joint predictions
+REPEATS = 10  # inputs drawn from each pair
 
 
 def metrics(logits: Tensor, y: Tensor) -> dict[str, float]:
@@ -21,9 +22,11 @@ def metrics(logits: Tensor, y: Tensor) -> dict[str, float]:
     [n].
     """
     log_p = logits.double().log_softmax(1)
+    correct = log_p.argmax(1) == y
+    log_likelihoods = log_p.gather(1, y.unsqueeze(1))
     return {
-        "accuracy": (log_p.argmax(1) == y).double().mean().item(),
-        "log_likelihood": log_p.gather(1, y.unsqueeze(1)).mean().item(),
+        "accuracy": correct.double().mean().item(),
+        "log_likelihood": log_likelihoods.mean().item(),
         "ece": calibration_error(log_p.exp(), y),
     }
 
@@ -38,9 +41,11 @@ def joint_log_likelihood(log_p: Tensor, generator: torch.Generator, pairs: int =
     """
     k, n = log_p.shape
     first, second = torch.randint(n, (2, pairs), generator=generator).to(log_p.device)
-    times = (torch.rand(pairs, REPEATS, generator=generator) < 0.5).sum(1).to(log_p.device)
+    draws_first = torch.rand(pairs, REPEATS, generator=generator) < 0.5
+    times = draws_first.sum(1).to(log_p.device)
     together = times * log_p[:, first] + (REPEATS - times) * log_p[:, second]
-    return ((torch.logsumexp(together, 0) - math.log(k)) / REPEATS).mean().item()
+    joint = torch.logsumexp(together, 0) - math.log(k)
+    return (joint / REPEATS).mean().item()
 
 
 def calibration_error(p: Tensor, y: Tensor, bins: int = BINS) -> float:
@@ -52,9 +57,8 @@ def calibration_error(p: Tensor, y: Tensor, bins: int = BINS) -> float:
     confidence, prediction = p.max(1)
     correct = (prediction == y).double()
     index = (confidence * bins).long().clamp_max(bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64, device=p.device).index_add_(
-        0, index, correct - confidence
-    )
+    gaps = torch.zeros(bins, dtype=torch.float64, device=p.device)
+    gaps.index_add_(0, index, correct - confidence)
     return (gaps.abs().sum() / len(y)).item()
 
 

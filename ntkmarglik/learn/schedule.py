@@ -13,25 +13,29 @@ from ntkmarglik.programs.classify.config import Training
 def cosine(step: int, total: int, first: float, last: float) -> float:
     """Learning rate of step 0 ... total - 1, falling from `first` to `last` along half a cosine."""
     progress = min(1.0, step / max(1, total - 1))
-    return last + (first - last) * (1 + math.cos(math.pi * progress)) / 2
+    falling = 1 + math.cos(math.pi * progress)  # from 2 to 0
+    return last + (first - last) * falling / 2
 
 
 def hyper_epochs(training: Training) -> list[int]:
     """The epochs (counted from 1) that end with a round of hyperparameter steps."""
-    return [
-        e
-        for e in range(1, training.epochs + 1)
-        if e >= max(1, training.burnin) and e % training.frequency == 0
-    ]
+    first = max(1, training.burnin)
+    epochs = range(first, training.epochs + 1)
+    return [epoch for epoch in epochs if epoch % training.frequency == 0]
 
 
 def weight_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
     """Adam, or SGD with momentum and a tenth of the rate for scalar parameters (Fixup)."""
     if training.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), training.lr)
-    scalars = [p for p in model.parameters() if p.numel() == 1]
-    others = [p for p in model.parameters() if p.numel() > 1]
-    groups = [{"params": p, "factor": f} for p, f in ((others, 1.0), (scalars, 0.1)) if p]
+    parameters = list(model.parameters())
+    scalars = [p for p in parameters if p.numel() == 1]
+    others = [p for p in parameters if p.numel() > 1]
+    groups = []
+    if others:
+        groups.append({"params": others, "factor": 1.0})
+    if scalars:
+        groups.append({"params": scalars, "factor": 0.1})
     return torch.optim.SGD(groups, training.lr, momentum=0.9)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,19 +20,23 @@ from torch import Tensor
 from laplace_marglik import Evidence
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.distributed import SharedLoss, named
-from ntkmarglik.learn.evaluate import evaluate
+from ntkmarglik.learn.evaluate import BATCH, evaluate
 from ntkmarglik.learn.methods import Method, Problem, Round
 from ntkmarglik.learn.schedule import cosine, hyper_epochs, set_rate, weight_optimizer
 from ntkmarglik.machine.device import peak_memory
 from ntkmarglik.machine.interrupts import deferred_interrupts
+from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.runs.folder import NoFolder, RunFolder
 from ntkmarglik.runs.loggers import Metrics
+from ntkmarglik.runs.resumable import Progress
 
 EVALUATIONS = 50  # of the test set in a run, when their spacing is not given
 
 
 class Trainer:
     """One run of one method; call `run`."""
+
+    unit = "epoch"
 
     def __init__(self, problem: Problem, method: Method):
         self.problem = problem
@@ -42,23 +46,44 @@ class Trainer:
         self.loss = method.loss if self.ranks is None else SharedLoss(problem, method, self.ranks)
         self.batches = torch.Generator().manual_seed(problem.config.run.seed)
         self.weights = weight_optimizer(problem.model, self.training)
-        augment = [] if problem.augment is None else list(problem.augment.parameters())
         self.prior = torch.optim.Adam(method.hyperparameters(), self.training.lr_hyp)
-        self.augment = torch.optim.Adam(augment, self.training.lr_aug) if augment else None
-        self.rounds = (
-            hyper_epochs(self.training) if method.learns_by in ("evidence", "samples") else []
-        )
+        self.augment = self._augment_optimizer()
+        self.rounds: list[int] = []
+        if method.learns_by in ("evidence", "samples"):
+            self.rounds = hyper_epochs(self.training)
         self.epoch = 0
         self.steps = {"weights": 0, "prior": 0, "augment": 0}
         self.seconds = {"total": 0.0, "weights": 0.0, "hyper": 0.0}
+
+    def _augment_optimizer(self) -> torch.optim.Optimizer | None:
+        if self.problem.augment is None:
+            return None
+        parameters = list(self.problem.augment.parameters())
+        if not parameters:
+            return None
+        return torch.optim.Adam(parameters, self.training.lr_aug)
+
+    @property
+    def config(self) -> Config:
+        return self.problem.config
+
+    @property
+    def position(self) -> int:
+        return self.epoch
+
+    @property
+    def total(self) -> int:
+        return self.training.epochs
+
+    @property
+    def place(self) -> str:
+        return f"epoch {self.epoch}"
 
     @property
     def finished(self) -> bool:
         return self.epoch >= self.training.epochs
 
-    def run(
-        self, folder: RunFolder | NoFolder, after_epoch: Callable[[Metrics], None] | None = None
-    ) -> None:
+    def run(self, folder: RunFolder | NoFolder, progress: Progress | None = None) -> None:
         """Train to the last epoch; an interrupt ends the run after the epoch it falls in, with a
         checkpoint.
         """
@@ -68,14 +93,12 @@ class Trainer:
                 with self.timed("total"):
                     metrics = self._epoch()
                 folder.log(metrics)
-                if after_epoch is not None:
-                    after_epoch(metrics)
-                due = time.monotonic() - saved >= self.problem.config.run.checkpoint_seconds
-                stop = (
-                    interrupted()
-                    if self.ranks is None
-                    else self.ranks.largest(interrupted(), self._step("end"))
-                )
+                if progress is not None:
+                    progress(metrics)
+                due = time.monotonic() - saved >= self.config.run.checkpoint_seconds
+                stop = interrupted()
+                if self.ranks is not None:  # an interrupt of one rank stops all of them
+                    stop = bool(self.ranks.largest(stop, self._step("end")))
                 if due or self.finished or stop:
                     folder.save(self.state())
                     saved = time.monotonic()
@@ -102,21 +125,30 @@ class Trainer:
         if self.method.learns:
             metrics |= _augmentation(self.problem)
         if self.epoch % self._eval_every == 0 or self.finished:
-            evidence = self.method.progress()
-            if evidence is not None:
-                metrics |= _described(evidence, self.problem) | self.method.describe()
-            for split in ("train", "test"):
-                metrics |= {
-                    f"{split}_{name}": value for name, value in self.evaluate(split).items()
-                }
-        metrics |= {f"seconds_{part}": self.seconds[part] for part in ("weights", "hyper")}
+            metrics |= self._evaluations()
+        metrics["seconds_weights"] = self.seconds["weights"]
+        metrics["seconds_hyper"] = self.seconds["hyper"]
         metrics["peak_memory_bytes"] = self.peak_memory()
+        return metrics
+
+    def _evaluations(self) -> Metrics:
+        """The evidence, where it is not known from hyperparameter steps, and both splits."""
+        metrics: Metrics = {}
+        evidence = self.method.progress()
+        if evidence is not None:
+            metrics |= _described(evidence, self.problem)
+            metrics |= self.method.describe()
+        for split in ("train", "test"):
+            for name, value in self.evaluate(split).items():
+                metrics[f"{split}_{name}"] = value
         return metrics
 
     def peak_memory(self) -> int:
         """Most bytes that a process has used at one time."""
-        own = peak_memory(self.problem.data.x_train.device)
-        return own if self.ranks is None else int(self.ranks.largest(own, self._step("end")))
+        peak = peak_memory(self.problem.data.x_train.device)
+        if self.ranks is None:
+            return peak
+        return int(self.ranks.largest(peak, self._step("end")))
 
     def _step(self, what: str) -> str:
         """A name for a part of the run, for errors."""
@@ -124,48 +156,58 @@ class Trainer:
 
     @property
     def _eval_every(self) -> int:
-        return self.problem.config.run.eval_every or max(1, self.training.epochs // EVALUATIONS)
+        return self.config.run.eval_every or max(1, self.training.epochs // EVALUATIONS)
 
     def _weight_steps(self) -> Metrics:
-        data, training = self.problem.data, self.training
-        order = torch.randperm(data.n_data, generator=self.batches)
-        per_epoch = -(-data.n_data // training.batch_size)
+        n_data = self.problem.data.n_data
+        order = torch.randperm(n_data, generator=self.batches)
         parameters = list(self.problem.model.parameters())
         gradient = [torch.zeros_like(p) for p in parameters]  # mean over the epoch
         losses: list[Tensor] = []
         self.problem.model.train()
-        for index in order.split(training.batch_size):
-            rate = cosine(
-                self.steps["weights"], per_epoch * training.epochs, training.lr, training.lr_min
-            )
-            set_rate(self.weights, rate)
-            self.weights.zero_grad()
-            with named(self.ranks, self._step(f"weight step {len(losses) + 1}")):
-                loss = self.loss(data.x_train[index], data.y_train[index])
-                loss.backward()
-            self.weights.step()
-            if self.method.learns_by == "loss":
-                self._follow_the_loss(per_epoch * training.epochs)
+        for number, index in enumerate(order.split(self.training.batch_size), 1):
+            loss = self._weight_step(index, self._step(f"weight step {number}"))
             for mean, parameter in zip(gradient, parameters, strict=True):
                 if parameter.grad is not None:
-                    mean.add_(parameter.grad, alpha=len(index) / data.n_data)
-            losses.append(loss.detach() * len(index))
-            self.steps["weights"] += 1
+                    mean.add_(parameter.grad, alpha=len(index) / n_data)
+            losses.append(loss * len(index))
         self.weights.zero_grad()
+        gradient_norms = torch.stack([mean.norm() for mean in gradient])
+        return {
+            "loss": self._mean_loss(losses),
+            "map_gradient_norm": gradient_norms.norm().item(),
+        }
+
+    def _weight_step(self, index: Tensor, name: str) -> Tensor:
+        """A step of the weights down the loss of a batch; the gradient is left in them."""
+        data = self.problem.data
+        training = self.training
+        total = training.epochs * -(-data.n_data // training.batch_size)
+        rate = cosine(self.steps["weights"], total, training.lr, training.lr_min)
+        set_rate(self.weights, rate)
+        self.weights.zero_grad()
+        with named(self.ranks, name):
+            loss = self.loss(data.x_train[index], data.y_train[index])
+            loss.backward()
+        self.weights.step()
+        if self.method.learns_by == "loss":
+            self._follow_the_loss(total)
+        self.steps["weights"] += 1
+        return loss.detach()
+
+    def _mean_loss(self, losses: list[Tensor]) -> float:
+        """Mean over the data of the batches' summed losses; refused if it is not finite."""
         total = torch.stack(losses).sum()
         if self.ranks is not None:
             total = self.ranks.sum(total, self._step("loss")) / self.ranks.size
-        mean_loss = total.item() / data.n_data
+        mean_loss = total.item() / self.problem.data.n_data
         if not math.isfinite(mean_loss):
             raise NtkMarglikError(
                 f"The training loss became {mean_loss} in epoch {self.epoch}; the run folder "
                 f"holds the metrics up to epoch {self.epoch - 1}. A smaller --lr (now "
-                f"{training.lr:g}) usually helps."
+                f"{self.training.lr:g}) usually helps."
             )
-        return {
-            "loss": mean_loss,
-            "map_gradient_norm": torch.stack([g.norm() for g in gradient]).norm().item(),
-        }
+        return mean_loss
 
     def _follow_the_loss(self, total: int) -> None:
         """A step of each hyperparameter down the gradient that the weights' loss has left in it."""
@@ -174,9 +216,7 @@ class Trainer:
             ("prior", self.prior, training.lr_hyp, training.lr_hyp_min),
             ("augment", self.augment, training.lr_aug, training.lr_aug_min),
         ):
-            if optimizer is not None and any(
-                p.grad is not None for g in optimizer.param_groups for p in g["params"]
-            ):
+            if optimizer is not None and _has_gradient(optimizer):
                 set_rate(optimizer, cosine(self.steps[name], total, start, end))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -184,21 +224,20 @@ class Trainer:
         self.problem.project()
 
     def _hyper_round(self) -> Metrics:
-        training, moved = self.training, self.augment is not None
-        n_prior, n_augment = training.prior_steps, training.aug_steps if moved else 0
-        total = len(self.rounds)
+        training = self.training
+        n_prior = training.prior_steps
+        n_augment = training.aug_steps if self.augment is not None else 0
+        total_prior = len(self.rounds) * n_prior
+        total_augment = len(self.rounds) * n_augment
 
         def set_rates(step: int) -> None:
             done = self.steps["prior"] + step
-            set_rate(
-                self.prior, cosine(done, total * n_prior, training.lr_hyp, training.lr_hyp_min)
-            )
+            rate = cosine(done, total_prior, training.lr_hyp, training.lr_hyp_min)
+            set_rate(self.prior, rate)
             if self.augment is not None:
                 done = self.steps["augment"] + step
-                set_rate(
-                    self.augment,
-                    cosine(done, total * n_augment, training.lr_aug, training.lr_aug_min),
-                )
+                rate = cosine(done, total_augment, training.lr_aug, training.lr_aug_min)
+                set_rate(self.augment, rate)
 
         round_ = Round(self.prior, self.augment, n_prior, n_augment, set_rates)
         self.problem.model.eval()
@@ -213,33 +252,37 @@ class Trainer:
         """Refuse to go on with hyperparameters, or with an evidence, that are not finite, wherever
         they come from.
         """
-        values = [value for value in _numbers(round_.metrics) if not math.isfinite(value)]
-        finite = evidence is None or bool(evidence.total.isfinite())
-        if values or not (finite and self.problem.prior.log_precision.isfinite().all()):
-            advice = f"A smaller --lr-hyp (now {self.training.lr_hyp:g}) usually helps."
-            if self.method.learns_by == "samples":
-                advice = (
-                    "Another --prior-precision to start from, more --solver-passes or fewer "
-                    "--em-steps may help."
-                )
-            raise NtkMarglikError(
-                f"The evidence or the prior became infinite or NaN in epoch {self.epoch}; the run "
-                f"folder holds the metrics up to epoch {self.epoch - 1}. {advice}"
+        finite_metrics = all(map(math.isfinite, _numbers(round_.metrics)))
+        finite_evidence = evidence is None or bool(evidence.total.isfinite())
+        finite_prior = bool(self.problem.prior.log_precision.isfinite().all())
+        if finite_metrics and finite_evidence and finite_prior:
+            return
+        advice = f"A smaller --lr-hyp (now {self.training.lr_hyp:g}) usually helps."
+        if self.method.learns_by == "samples":
+            advice = (
+                "Another --prior-precision to start from, more --solver-passes or fewer "
+                "--em-steps may help."
             )
+        raise NtkMarglikError(
+            f"The evidence or the prior became infinite or NaN in epoch {self.epoch}; the run "
+            f"folder holds the metrics up to epoch {self.epoch - 1}. {advice}"
+        )
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Metrics on the "train" or "test" split."""
-        data, model = self.problem.data, self.problem.model
-        x, y = (data.x_train, data.y_train) if split == "train" else (data.x_test, data.y_test)
+        data = self.problem.data
+        x, y = data.x_test, data.y_test
+        if split == "train":
+            x, y = data.x_train, data.y_train
+        copies = 1
+        if self.problem.augment is not None:
+            copies = self.config.hyperparameters.aug_samples
+        batch = max(1, BATCH // copies)
+        model = self.problem.model
         training = model.training
         model.eval()
         try:
-            copies = (
-                self.problem.config.hyperparameters.aug_samples
-                if self.problem.augment is not None
-                else 1
-            )
-            return evaluate(self.method.outputs, x, y, max(1, 1000 // copies), self.ranks)
+            return evaluate(self.method.outputs, x, y, batch, self.ranks)
         finally:
             model.train(training)
 
@@ -264,7 +307,7 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a run where its checkpoint left it."""
-        self.problem.config.refuse_other(state["settings"])
+        self.config.refuse_other(state["settings"])
         problem = self.problem
         self.epoch = state["epoch"]
         self.steps = state["steps"]
@@ -284,34 +327,42 @@ class Trainer:
 
 def _described(evidence: Evidence, problem: Problem) -> Metrics:
     n = problem.data.n_data
+    error = evidence.standard_error
+    precisions = problem.prior.precisions()
     return {
         "log_marglik": evidence.total.item() / n,
-        "log_marglik_error": None
-        if evidence.standard_error is None
-        else evidence.standard_error / n,
+        "log_marglik_error": None if error is None else error / n,
         "log_marglik_status": evidence.status,
         "evidence_log_likelihood": evidence.log_likelihood.item() / n,
         "evidence_scatter": evidence.scatter.item() / n,
         "evidence_log_det_ratio": evidence.log_det_ratio.item() / n,
-        "prior_precision": {
-            name: p.mean().item() for name, p in problem.prior.precisions().items()
-        },
+        "prior_precision": {name: p.mean().item() for name, p in precisions.items()},
     }
+
+
+def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether there is a gradient for any of an optimiser's parameters."""
+    for group in optimizer.param_groups:
+        if any(parameter.grad is not None for parameter in group["params"]):
+            return True
+    return False
 
 
 def _numbers(metrics: Metrics) -> Iterator[float]:
     """All numbers of metrics, those in lists and by name included."""
     for value in metrics.values():
-        parts = (
-            value
-            if isinstance(value, dict)
-            else dict(enumerate(value))
-            if isinstance(value, list)
-            else {"": value}
-        )
-        yield from (part for part in parts.values() if isinstance(part, float))
+        entries = [value]
+        if isinstance(value, dict):
+            entries = list(value.values())
+        elif isinstance(value, list):
+            entries = value
+        for entry in entries:
+            if isinstance(entry, float):
+                yield entry
 
 
 def _augmentation(problem: Problem) -> Metrics:
     eta = getattr(problem.augment, "eta", None)
-    return {"augmentation": eta.detach().tolist()} if isinstance(eta, Tensor) else {}
+    if not isinstance(eta, Tensor):
+        return {}
+    return {"augmentation": eta.detach().tolist()}

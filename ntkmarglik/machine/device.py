@@ -30,11 +30,9 @@ def device_named(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return (
-        torch.device(name, local_rank())
-        if name == "cuda" and world_size() > 1
-        else torch.device(name)
-    )
+    if name == "cuda" and world_size() > 1:
+        return torch.device(name, local_rank())
+    return torch.device(name)
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -52,10 +50,13 @@ def threads_for(config: Config, data: Dataset, n_parameters: int) -> int:
     """
     if config.run.threads:
         return config.run.threads
-    copies = config.hyperparameters.aug_samples if config.hyperparameters.augment != "none" else 1
+    hyper = config.hyperparameters
+    copies = hyper.aug_samples if hyper.augment != "none" else 1
     values = config.training.batch_size * copies * data.x_train[0].numel()
-    small = n_parameters < SMALL_NETWORK and values < SMALL_STEP
-    return 1 if small else max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1))
+    if n_parameters < SMALL_NETWORK and values < SMALL_STEP:
+        return 1
+    other_cores = (os.cpu_count() or 1) - 1
+    return max(1, min(torch.get_num_threads(), other_cores))
 
 
 @contextlib.contextmanager

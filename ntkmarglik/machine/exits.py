@@ -18,10 +18,8 @@ def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -
     try:
         program()
     except (NtkMarglikError, CurvatureError) as error:
-        print(
-            f"error: {error}" if rank() == 0 else f"error on rank {rank()}: {error}",
-            file=sys.stderr,
-        )
+        where = "" if rank() == 0 else f" on rank {rank()}"
+        print(f"error{where}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if rank() == 0:

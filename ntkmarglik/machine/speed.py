@@ -19,12 +19,14 @@ def seconds(function: Callable[[], object], patience: float = math.inf) -> float
     """
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     clock = time.process_time if alone else time.perf_counter
-    found: list[float] = []
-    while len(found) < 2 and not (found and found[0] > patience):
+    timings: list[float] = []
+    for _ in range(2):
         start = clock()
         function()
-        found.append(clock() - start)
-    return min(found)
+        timings.append(clock() - start)
+        if timings[0] > patience:
+            break
+    return min(timings)
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,12 @@ class Speed:
         """
         if structure not in ("ntk", "full", "blockdiag"):
             return 0.0
+        blocks = modules if structure == "blockdiag" else (sum(modules),)
         total = 0.0
-        for parameters in modules if structure == "blockdiag" else (sum(modules),):
+        for parameters in blocks:
             side = rows if structure == "ntk" else min(rows, parameters)
             # half of a kernel is the mirror image of the other
             mirrored = 0.5 if side == rows else 1.0
-            total += mirrored * self.multiply * rows * parameters * side + self.decompose * side**3
+            total += mirrored * self.multiply * rows * parameters * side
+            total += self.decompose * side**3
         return total

@@ -46,9 +46,11 @@ class RunFolder:
                 f"{path} already holds a run; continue it with --resume, or choose another folder "
                 "with --out."
             )
-        _made(path, new=False)
+        _make_folder(path, new=False)
         self._warned: set[str] = set()
-        self.epochs = [line for line in read_metrics(path) if line[unit] <= epoch] if resume else []
+        self.epochs: list[Metrics] = []
+        if resume:
+            self.epochs = [line for line in read_metrics(path) if line[unit] <= epoch]
         if not (path / "config.yaml").exists():
             self._replace("config.yaml", yaml.safe_dump(config.flat(), sort_keys=False))
         self._whole = self._replace_metrics()
@@ -101,21 +103,19 @@ class RunFolder:
 
 
 class NoFolder:
-    """Where a rank that is not the first leaves its metrics: nowhere."""
+    """The run folder of a rank that is not the first: it has the methods of `RunFolder`, and none
+    of them does anything.
+    """
 
     epochs: list[Metrics] = []
 
-    def log(self, metrics: Metrics) -> None:
-        """Nothing."""
+    def log(self, metrics: Metrics) -> None: ...
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+    def save(self, state: dict[str, Any]) -> None: ...
 
-    def finish(self, summary: Metrics) -> None:
-        """Nothing."""
+    def finish(self, summary: Metrics) -> None: ...
 
-    def close(self, summary: Metrics) -> None:
-        """Nothing."""
+    def close(self, summary: Metrics) -> None: ...
 
 
 def holds_run(path: Path) -> bool:
@@ -132,13 +132,13 @@ def read_metrics(path: Path) -> list[Metrics]:
         lines = (path / "metrics.jsonl").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    epochs = []
     for line in lines:
         try:
-            found.append(json.loads(line))
+            epochs.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    return found
+    return epochs
 
 
 def read_summary(path: Path) -> Metrics | None:
@@ -161,21 +161,23 @@ def name_of(config: Config) -> str:
 
 def folder_of(config: Config) -> Path:
     """The run folder: as given; else named by the settings."""
-    name = (
-        f"{config.problem.dataset}-{config.problem.model}-{name_of(config)}-seed{config.run.seed}"
-    )
-    return config.run.out or folder_named(name, resume=config.run.resume)
+    if config.run.out is not None:
+        return config.run.out
+    problem = config.problem
+    name = f"{problem.dataset}-{problem.model}-{name_of(config)}-seed{config.run.seed}"
+    return folder_named(name, resume=config.run.resume)
 
 
 def folder_named(name: str, *, resume: bool) -> Path:
     """A new folder of this name, numbered if that is taken; the last one to resume."""
-    paths = (RUNS / (name if number == 1 else f"{name}.{number}") for number in itertools.count(1))
+    numbered = (RUNS / f"{name}.{number}" for number in itertools.count(2))
+    paths = itertools.chain([RUNS / name], numbered)
     if resume:
         return [RUNS / name, *itertools.takewhile(Path.exists, paths)][-1]
-    return next(path for path in paths if _made(path))
+    return next(path for path in paths if _make_folder(path, new=True))
 
 
-def _made(path: Path, *, new: bool = True) -> bool:
+def _make_folder(path: Path, *, new: bool) -> bool:
     """Make a folder; False if it is there and has to be new. Of two runs that ask at once, one gets
     it.
     """

@@ -95,15 +95,15 @@ class Mirrors:
 
 def numbers(metrics: Metrics, prefix: str = "") -> dict[str, float]:
     """Nested metrics as `name/key: number`; the entries of a list are numbered."""
-    found: dict[str, float] = {}
+    flat: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, list):
             value = {str(index): entry for index, entry in enumerate(value)}
         if isinstance(value, dict):
-            found |= numbers(value, f"{prefix}{name}/")
+            flat |= numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[prefix + name] = value
-    return found
+            flat[prefix + name] = value
+    return flat
 
 
 def _warn(message: str) -> None:

@@ -44,25 +44,29 @@ TRACE_COLUMNS = (
 )
 
 
-def run_folders(given: Iterable[Path]) -> list[Path]:
+def run_folders(paths: Iterable[Path]) -> list[Path]:
     """Finished runs in the given folders: themselves, the runs one level below, and the baselines
     of both.
     """
-    found = [
-        f
-        for path in given
-        for f in (path, *sorted(p for p in path.glob("*") if p.name != "baseline"))
-    ]
-    return [f for path in found for f in (path, path / "baseline") if read_summary(f) is not None]
+    candidates: list[Path] = []
+    for path in paths:
+        below = sorted(folder for folder in path.glob("*") if folder.name != "baseline")
+        for folder in (path, *below):
+            candidates.append(folder)
+            candidates.append(folder / "baseline")
+    return [folder for folder in candidates if read_summary(folder) is not None]
 
 
 def config_of(folder: Path) -> Config:
     """The settings of a run without where it ran, which is not part of what it is."""
     settings = yaml.safe_load((folder / "config.yaml").read_text())
-    known = {name: value for name, value in settings.items() if name in Config().flat()}
-    place = Config().free() - {"baseline"}
-    elsewhere = {name: Config().flat()[name] for name in place}
-    return Config().updated(**{**known, **elsewhere, "data_root": Config().problem.data_root})
+    defaults = Config()
+    values = defaults.flat()
+    known = {name: value for name, value in settings.items() if name in values}
+    place = defaults.free() - {"baseline"}
+    elsewhere = {name: values[name] for name in place}
+    elsewhere["data_root"] = defaults.problem.data_root
+    return defaults.updated(**{**known, **elsewhere})
 
 
 def run_row(folder: Path) -> Row:
@@ -81,23 +85,22 @@ def trace_rows(folder: Path) -> list[Row]:
     """Evidence, as last estimated, and test metrics at every epoch with an evaluation; the command
     in the first row.
     """
-    run, evidence = run_row(folder), None
+    run = run_row(folder)
+    identity = {name: run[name] for name in IDENTITY}
+    evidence = None
     rows: list[Row] = []
     for metrics in read_metrics(folder):
         evidence = metrics.get("log_marglik", evidence)
         if "test_log_likelihood" in metrics:
-            found = {
-                name: metrics[name] for name in ("epoch", "test_log_likelihood", "test_accuracy")
+            row = {
+                **identity,
+                "epoch": metrics["epoch"],
+                "test_log_likelihood": metrics["test_log_likelihood"],
+                "test_accuracy": metrics["test_accuracy"],
+                "log_marglik": evidence,
+                "command": "" if rows else run["command"],
             }
-            command = "" if rows else run["command"]
-            rows.append(
-                {
-                    **{name: run[name] for name in IDENTITY},
-                    **found,
-                    "log_marglik": evidence,
-                    "command": command,
-                }
-            )
+            rows.append(row)
     return rows
 
 
@@ -116,7 +119,11 @@ def write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+            writer.writerow({name: _cell(value) for name, value in row.items()})
+
+
+def _cell(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def collect(runs: Path, target: Path) -> None:
@@ -127,10 +134,11 @@ def collect(runs: Path, target: Path) -> None:
     """
     target.mkdir(parents=True, exist_ok=True)
     for experiment in sorted(path for path in runs.glob("*") if path.is_dir()):
+        name = experiment.name.replace("-", "_")
         if (experiment / GRID_CSV).exists():
-            shutil.copy(experiment / GRID_CSV, target / f"{experiment.name.replace('-', '_')}.csv")
+            shutil.copy(experiment / GRID_CSV, target / f"{name}.csv")
             continue
-        name, folders = experiment.name.replace("-", "_"), run_folders([experiment])
+        folders = run_folders([experiment])
         if folders and read_summary(experiment) is None:
             write(target / f"runs_{name}.csv", RUN_COLUMNS, map(run_row, folders))
             traces = [row for folder in folders for row in trace_rows(folder)]
@@ -158,8 +166,10 @@ def values(rows: Iterable[Row], name: str) -> list[float]:
 
 def mean_and_error(numbers: Sequence[float]) -> tuple[float, float | None]:
     """Mean over seeds and its standard error; None for a single seed."""
-    error = statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else None
-    return statistics.mean(numbers), error
+    mean = statistics.mean(numbers)
+    if len(numbers) == 1:
+        return mean, None
+    return mean, statistics.stdev(numbers) / len(numbers) ** 0.5
 
 
 def as_text(numbers: Sequence[float], digits: int) -> str:
@@ -167,4 +177,7 @@ def as_text(numbers: Sequence[float], digits: int) -> str:
     if not numbers:
         return "-"
     mean, error = mean_and_error(numbers)
-    return f"{mean:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+    text = f"{mean:.{digits}f}"
+    if error is None:
+        return text
+    return f"{text} ± {error:.{digits}f}"

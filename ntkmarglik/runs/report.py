@@ -89,7 +89,8 @@ def _optional(value: float | None) -> str:
 
 def _evidence(summary: Metrics) -> str:
     error = summary["log_marglik_error"]
-    return f"{summary['log_marglik']:.4f}" + (f" ± {error:.4f}" if error else "")
+    value = f"{summary['log_marglik']:.4f}"
+    return f"{value} ± {error:.4f}" if error else value
 
 
 def _status(summary: Metrics) -> str:
@@ -103,11 +104,11 @@ def _width(summary: Metrics) -> str:
     between tensors.
     """
     widths = summary.get("sigma", {}).values()
-    return (
-        " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(widths), max(widths))))
-        if widths
-        else "-"
-    )
+    if not widths:
+        return "-"
+    least = f"{min(widths):.3g}"
+    largest = f"{max(widths):.3g}"
+    return least if least == largest else f"{least} to {largest}"
 
 
 def show(runs: Runs) -> None:
@@ -159,38 +160,32 @@ def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
     """
     shown = []
     for (label, (epochs, summary)), colour in zip(runs.items(), COLOURS, strict=False):
-        points = [(m["epoch"], m[key]) for m in epochs if key in m]
+        evaluated = [metrics for metrics in epochs if key in metrics]
+        positions = [metrics["epoch"] for metrics in evaluated]
+        values = [metrics[key] for metrics in evaluated]
         final = summary[key]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True),
-                color=colour,
-                label=f"{label}: {final:.3f}",
-                linewidth=1.4,
-            )
+        name = f"{label}: {final:.3f}"
+        if values:
+            axes.plot(positions, values, color=colour, label=name, linewidth=1.4)
         else:
-            axes.axhline(
-                final, color=colour, label=f"{label}: {final:.3f}", linewidth=1.2, linestyle="--"
-            )
-        shown += [final, *(value for _, value in points)]
+            axes.axhline(final, color=colour, label=name, linewidth=1.2, linestyle="--")
+        shown.append(final)
+        shown.extend(values)
     axes.set_xlabel("epoch")
     axes.set_title(title)
-    axes.set_ylim(*window(shown, [summary[key] for _, summary in runs.values()]))
-    axes.set_xlim(0, max((m["epoch"] for epochs, _ in runs.values() for m in epochs), default=1))
+    finals = [summary[key] for _, summary in runs.values()]
+    axes.set_ylim(*window(shown, finals))
+    last = max((m["epoch"] for epochs, _ in runs.values() for m in epochs), default=1)
+    axes.set_xlim(0, last)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.16),
-        ncols=2,
-        handlelength=1.5,
-        columnspacing=1.2,
-    )
+    _legend_below(axes, columns=2)
 
 
 def window(values: list[float], finals: list[float]) -> tuple[float, float]:
     """Limits that show all but the first steep part of a rise, and where every run ends."""
     ordered = sorted(values)
-    low, high = min([ordered[len(ordered) // 10], *finals]), max(ordered)
+    low = min([ordered[len(ordered) // 10], *finals])
+    high = max(ordered)
     room = 0.08 * max(high - low, 1e-3)
     return low - room, high + room
 
@@ -200,44 +195,51 @@ def _precisions(axes: Axes, runs: Runs) -> None:
     steps.
     """
     label, (_, summary) = next(iter(runs.items()))
-    precisions, start = summary["prior_precision"], summary["initial_prior_precision"]
+    precisions = summary["prior_precision"]
+    start = summary["initial_prior_precision"]
     named = len(precisions) <= NAMED_TENSORS
-    positions = range(len(precisions))
-    weights = [i for i, name in enumerate(precisions) if name.endswith("weight")]
-    others = [i for i in positions if i not in weights]
     # a logarithm of 0 cannot be drawn
     values = [max(value, 1e-30) for value in precisions.values()]
-    for kind, chosen, colour, marker in (
+    weights = [i for i, name in enumerate(precisions) if name.endswith("weight")]
+    others = [i for i in range(len(precisions)) if i not in weights]
+    for kind, tensors, colour, marker in (
         ("weights", weights, COLOURS[0], "o"),
         ("biases, scalars", others, COLOURS[1], "s"),
     ):
-        if chosen:
-            learned = [values[i] for i in chosen]
-            axes.scatter(
-                learned, chosen, color=colour, marker=marker, s=22 if named else 10, label=kind
-            )
+        if tensors:
+            learned = [values[i] for i in tensors]
+            size = 22 if named else 10
+            axes.scatter(learned, tensors, color=colour, marker=marker, s=size, label=kind)
             if named and start is not None:
-                axes.hlines(chosen, start, learned, color=colour, linewidth=1.2)
+                axes.hlines(tensors, start, learned, color=colour, linewidth=1.2)
     if start is not None:
         axes.axvline(start, color="0.5", linewidth=1, linestyle=":", label="start", zorder=0)
         values = [start, *values]
-    axes.set_xscale("log")
-    low, high = min(values), max(values)
-    axes.set_xlim(
-        10.0 ** math.floor(math.log10(low) - 0.05), 10.0 ** math.ceil(math.log10(high) + 0.05)
-    )
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    _logarithmic(axes, values)
     axes.invert_yaxis()
     if named:
-        axes.set_yticks(list(positions), list(precisions))
+        axes.set_yticks(list(range(len(precisions))), list(precisions))
     else:
         axes.set_ylabel("parameter tensor, input to output")
     axes.set_title(f"prior precision of each tensor ({label})")
+    _legend_below(axes, columns=3)
+
+
+def _logarithmic(axes: Axes, values: list[float]) -> None:
+    """A logarithmic horizontal axis from a power of ten below all values to one above."""
+    low = math.floor(math.log10(min(values)) - 0.05)
+    high = math.ceil(math.log10(max(values)) + 0.05)
+    axes.set_xscale("log")
+    axes.set_xlim(10.0**low, 10.0**high)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend_below(axes: Axes, columns: int, handlelength: float = 1.5) -> None:
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.16),
-        ncols=3,
-        handlelength=1.5,
+        ncols=columns,
+        handlelength=handlelength,
         columnspacing=1.2,
     )
 
@@ -266,22 +268,22 @@ def _ranges(axes: Axes, runs: Runs) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("epoch")
     axes.set_title("learned ranges (rotation in radians)")
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, handlelength=2, columnspacing=1.2
-    )
+    _legend_below(axes, columns=3, handlelength=2)
 
 
 def _strip(
     axes: Axes, augment: nn.Module, example: Tensor, shown: int = 23, columns: int = 8
 ) -> None:
     """An input, then copies drawn from the learned augmentation, as a sheet of pictures."""
+    original = example.unsqueeze(0)
     with torch.no_grad():
-        copies = torch.cat(
-            [augmented(augment, example.unsqueeze(0), seed)[0] for seed in range(shown)]
-        )[:shown]
-    images = torch.cat([example.unsqueeze(0), copies]).float().cpu()
-    low, high = images.amin(), images.amax()
-    images = ((images - low) / (high - low).clamp_min(1e-6)).permute(0, 2, 3, 1)
+        draws = [augmented(augment, original, seed)[0] for seed in range(shown)]
+    copies = torch.cat(draws)[:shown]
+    images = torch.cat([original, copies]).float().cpu()
+    low = images.amin()
+    high = images.amax()
+    images = (images - low) / (high - low).clamp_min(1e-6)
+    images = images.permute(0, 2, 3, 1)
     if images.shape[3] == 1:
         images = images.expand(-1, -1, -1, 3)
     gap = max(1, images.shape[1] // 14)

@@ -16,13 +16,39 @@ def summarise(trainer: Trainer) -> Metrics:
     """Final metrics of a trained network, its evidence, what was learned, what it cost, and what it
     was made with.
     """
-    problem, config = trainer.problem, trainer.problem.config
     with trainer.timed("total"):
-        test, training = trainer.evaluate("test"), trainer.evaluate("train")
+        test = trainer.evaluate("test")
+        training = trainer.evaluate("train")
         evidence = trainer.method.evidence()
         extras = trainer.method.extras()
-    n, hyper = problem.data.n_data, config.hyperparameters
-    eta = getattr(problem.augment, "eta", None)
+    n = trainer.problem.data.n_data
+    error = evidence.standard_error
+    return {
+        **_identity(trainer),
+        "test_accuracy": test["accuracy"],
+        "test_log_likelihood": test["log_likelihood"],
+        "test_ece": test["ece"],
+        "train_log_likelihood": training["log_likelihood"],
+        "log_marglik": evidence.total.item() / n,
+        "log_marglik_status": evidence.status,
+        "log_marglik_error": None if error is None else error / n,
+        "log_marglik_structure": trainer.method.structure,
+        "seconds_total": trainer.seconds["total"],
+        "seconds_weights": trainer.seconds["weights"],
+        "seconds_hyper": trainer.seconds["hyper"],
+        "peak_memory_bytes": trainer.peak_memory(),
+        **_hyperparameters(trainer),
+        "ranks": 1 if trainer.ranks is None else trainer.ranks.size,
+        **extras,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "commit": commit(),
+    }
+
+
+def _identity(trainer: Trainer) -> Metrics:
+    """What was trained on what."""
+    problem = trainer.problem
+    config = trainer.config
     return {
         "method": config.estimator.method,
         "subset": config.estimator.subset,
@@ -30,33 +56,24 @@ def summarise(trainer: Trainer) -> Metrics:
         "seed": config.run.seed,
         "dataset": config.problem.dataset,
         "model": config.problem.model,
-        "n_data": n,
+        "n_data": problem.data.n_data,
         "n_parameters": sum(p.numel() for p in problem.model.parameters()),
-        "test_accuracy": test["accuracy"],
-        "test_log_likelihood": test["log_likelihood"],
-        "test_ece": test["ece"],
-        "train_log_likelihood": training["log_likelihood"],
-        "log_marglik": evidence.total.item() / n,
-        "log_marglik_status": evidence.status,
-        "log_marglik_error": None
-        if evidence.standard_error is None
-        else evidence.standard_error / n,
-        "log_marglik_structure": trainer.method.structure,
-        "seconds_total": trainer.seconds["total"],
-        "seconds_weights": trainer.seconds["weights"],
-        "seconds_hyper": trainer.seconds["hyper"],
-        "peak_memory_bytes": trainer.peak_memory(),
-        "prior_precision": {
-            name: p.mean().item() for name, p in problem.prior.precisions().items()
-        },
-        "initial_prior_precision": None
-        if trainer.method.structure == "elbo"
-        else hyper.prior_precision,
+    }
+
+
+def _hyperparameters(trainer: Trainer) -> Metrics:
+    """What was learned: the prior, where it started unless it is in closed form, and the
+    augmentation.
+    """
+    precisions = trainer.problem.prior.precisions()
+    start: float | None = trainer.config.hyperparameters.prior_precision
+    if trainer.method.structure == "elbo":
+        start = None
+    eta = getattr(trainer.problem.augment, "eta", None)
+    return {
+        "prior_precision": {name: p.mean().item() for name, p in precisions.items()},
+        "initial_prior_precision": start,
         "augmentation": None if eta is None else eta.detach().tolist(),
-        "ranks": 1 if problem.ranks is None else problem.ranks.size,
-        **extras,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "commit": commit(),
     }
 
 
@@ -64,7 +81,7 @@ def commit() -> str | None:
     """The git commit of this code, if it is a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+        git = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     except (OSError, subprocess.SubprocessError):  # no git on this machine
         return None
-    return found.stdout.strip() or None
+    return git.stdout.strip() or None

@@ -219,7 +219,7 @@ def test_pictures_of_any_size_become_inputs_of_one(convnext, root):
     train, test, n_classes = examples.read("pets37", root)
     assert (len(train), len(test), n_classes) == (40, 20, 37)
     assert {train.picture(i).shape for i in range(3)} == {(9, 12, 3), (10, 12, 3), (11, 12, 3)}
-    part = inputs.Part(train, pretrained.Preparation(convnext, text=False, max_length=0), CPU)
+    part = inputs.Part.of(train, pretrained.Preparation(convnext, text=False, max_length=0), CPU)
     x, y = part.batch(torch.tensor([3, 1]))
     assert x.shape == (2, 3, 8, 8) and y.tolist() == [3, 1]
 
@@ -227,9 +227,9 @@ def test_pictures_of_any_size_become_inputs_of_one(convnext, root):
 def test_inputs_made_batch_by_batch_are_the_same(convnext, root, monkeypatch):
     train, _, _ = examples.read("pets37", root)
     prepare = pretrained.Preparation(convnext, text=False, max_length=0)
-    kept = inputs.Part(train, prepare, CPU)
+    kept = inputs.Part.of(train, prepare, CPU)
     monkeypatch.setattr(inputs, "KEPT_BYTES", 0)
-    made = inputs.Part(train, prepare, CPU)
+    made = inputs.Part.of(train, prepare, CPU)
     index = np.array([4, 9, 2])
     for part in (made, made.chosen(np.arange(40)[::-1].copy()).chosen(39 - index)):
         rows_ = torch.from_numpy(index) if part is made else torch.arange(3)
@@ -239,7 +239,7 @@ def test_inputs_made_batch_by_batch_are_the_same(convnext, root, monkeypatch):
 def test_padding_does_not_matter(bert, root):
     """Our mask gives what the library makes of its own, and what a text gives alone."""
     model = pretrained.load(bert, 4, text=True, seed=0).eval()
-    part = inputs.Part(
+    part = inputs.Part.of(
         examples.read("ag_news", root)[0],
         pretrained.Preparation(bert, text=True, max_length=8),
         CPU,
@@ -254,7 +254,7 @@ def test_padding_does_not_matter(bert, root):
 
 def test_the_curvature_of_a_bert_is_that_of_single_gradients(bert, root):
     model = pretrained.load(bert, 4, text=True, seed=0).eval()
-    part = inputs.Part(
+    part = inputs.Part.of(
         examples.read("ag_news", root)[0],
         pretrained.Preparation(bert, text=True, max_length=8),
         CPU,

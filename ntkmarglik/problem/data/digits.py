@@ -21,8 +21,9 @@ def read_digits() -> tuple[Split, Split]:
     from sklearn.model_selection import train_test_split
 
     x, y = load_digits(return_X_y=True)
-    x = x.reshape(-1, 8, 8, 1).astype(np.uint8)
+    images = x.reshape(-1, 8, 8, 1).astype(np.uint8)
+    labels = y.astype(np.int64)
     train, test = train_test_split(
         np.arange(len(y)), test_size=N_TEST, stratify=y, random_state=SPLIT_SEED
     )
-    return (x[train], y[train].astype(np.int64)), (x[test], y[test].astype(np.int64))
+    return (images[train], labels[train]), (images[test], labels[test])

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.problem.data.sources import Source
@@ -17,48 +18,11 @@ def download(source: Source, split: str, folder: Path) -> list[Path]:
     none.
     """
     try:
-        import huggingface_hub
-
-        info = huggingface_hub.HfApi().dataset_info(
-            source.repository, files_metadata=True, timeout=20
-        )
-        pattern = re.compile(rf"(^|/){re.escape(source.splits[split])}[-.][^/]*parquet$")
-        remote = sorted(
-            (s for s in info.siblings or [] if pattern.search(s.rfilename)),
-            key=lambda s: s.rfilename,
-        )
-        if not remote:
-            raise FileNotFoundError(
-                f"{source.repository} has no Parquet file of split {source.splits[split]!r}"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
-            pairs = []
-            for sibling in remote:
-                # The commit is pinned: the hashes above must belong to the bytes below.
-                fetched = huggingface_hub.hf_hub_download(
-                    source.repository,
-                    sibling.rfilename,
-                    repo_type="dataset",
-                    revision=info.sha,
-                    local_dir=temporary,
-                )
-                sha256 = None if sibling.lfs is None else sibling.lfs["sha256"]
-                _check(Path(fetched), sibling.rfilename, sibling.size, sha256)
-                name = (
-                    Path(sibling.rfilename).name
-                    if len(remote) > 1
-                    else f"{source.splits[split]}.parquet"
-                )
-                pairs.append((fetched, folder / name))
-            for fetched, target in pairs:
-                os.replace(fetched, target)
-        return [target for _, target in pairs]
-    except (
-        Exception
-    ) as error:  # the hub raises errors of four libraries; all mean the same to the user
-        if isinstance(error, NtkMarglikError):
-            raise
+        return _fetch_split(source.repository, source.splits[split], folder)
+    except NtkMarglikError:
+        raise
+    except Exception as error:
+        # the hub raises errors of four libraries; all mean the same to the user
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NtkMarglikError(
             f"The {split} split of {source.repository.split('/')[1]} is not in {folder} and can't "
@@ -66,11 +30,46 @@ def download(source: Source, split: str, folder: Path) -> list[Path]:
         ) from error
 
 
+def _fetch_split(repository: str, split: str, folder: Path) -> list[Path]:
+    """Fetch the files of a split, by its name on the hub, to a place beside, then move them all."""
+    import huggingface_hub
+
+    info = huggingface_hub.HfApi().dataset_info(repository, files_metadata=True, timeout=20)
+    pattern = re.compile(rf"(^|/){re.escape(split)}[-.][^/]*parquet$")
+    remote = [sibling for sibling in info.siblings or [] if pattern.search(sibling.rfilename)]
+    remote.sort(key=lambda sibling: sibling.rfilename)
+    if not remote:
+        raise FileNotFoundError(f"{repository} has no Parquet file of split {split!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+        # The commit is pinned: the hashes above must belong to the bytes below.
+        fetched = [_fetch(repository, file, info.sha, temporary) for file in remote]
+        targets = [folder / Path(file.rfilename).name for file in remote]
+        if len(remote) == 1:
+            targets = [folder / f"{split}.parquet"]
+        for path, target in zip(fetched, targets, strict=True):
+            os.replace(path, target)
+    return targets
+
+
+def _fetch(repository: str, file: Any, revision: str | None, folder: str) -> Path:
+    """One file of a repository, checked against what the hub states about it."""
+    import huggingface_hub
+
+    name = file.rfilename
+    path = huggingface_hub.hf_hub_download(
+        repository, name, repo_type="dataset", revision=revision, local_dir=folder
+    )
+    sha256 = None if file.lfs is None else file.lfs["sha256"]
+    _check(Path(path), name, file.size, sha256)
+    return Path(path)
+
+
 def _check(path: Path, name: str, size: int | None, sha256: str | None) -> None:
-    found = path.stat().st_size
-    if size is not None and found != size:
+    n_bytes = path.stat().st_size
+    if size is not None and n_bytes != size:
         raise NtkMarglikError(
-            f"Download of {name} has {found} bytes, but the hub states {size}. Try again."
+            f"Download of {name} has {n_bytes} bytes, but the hub states {size}. Try again."
         )
     if sha256 is not None:
         with path.open("rb") as file:

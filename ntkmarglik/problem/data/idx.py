@@ -40,9 +40,10 @@ def read_idx(path: Path, md5: str | None = None) -> np.ndarray:
         raise _corrupt(
             path, f"its header promises {shape} bytes, but {len(content) - start} follow"
         )
-    if md5 is not None and (found := hashlib.md5(packed).hexdigest()) != md5:
+    digest = hashlib.md5(packed).hexdigest()
+    if md5 is not None and digest != md5:
         warnings.warn(
-            f"{path} is readable but is not the published file (md5 {found}, expected {md5})",
+            f"{path} is readable but is not the published file (md5 {digest}, expected {md5})",
             stacklevel=2,
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

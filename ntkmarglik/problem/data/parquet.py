@@ -2,6 +2,7 @@
 label.
 """
 
+import functools
 import io
 import re
 from pathlib import Path
@@ -28,7 +29,8 @@ def find_parquet(folder: Path, split: str) -> list[Path]:
         match = re.match(rf"{re.escape(split)}-(\d+)-of-(\d+)", path.name)
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if match and not hidden:
-            shards[int(match[1])], n_shards = path, int(match[2])
+            shards[int(match[1])] = path
+            n_shards = int(match[2])
     missing = sorted(set(range(n_shards)) - shards.keys())
     if missing:
         raise NtkMarglikError(
@@ -59,9 +61,9 @@ def read_parquet(
                     "Hugging Face hub."
                 )
             labels = file.read(columns=[label])[label].to_numpy().astype(np.int64)
-            return cached(
-                path, (len(labels), *shape[1:], shape[0]), lambda: _decode(file, path, image, shape)
-            ), labels
+            c, h, w = shape
+            decode = functools.partial(_decode, file, path, image, shape)
+            return cached(path, (len(labels), h, w, c), decode), labels
     except (pa.ArrowException, OSError) as error:
         raise NtkMarglikError(
             f"{path} is not a readable Parquet file ({error}); it may be cut short. Delete it and "
@@ -74,14 +76,15 @@ def _decode(file, path: Path, column: str, shape: tuple[int, int, int]) -> np.nd
     from PIL import Image
 
     c, h, w = shape
+    # Some TinyImageNet pictures are gray, some copies of MNIST are RGB.
+    mode = "L" if c == 1 else "RGB"
     images = np.empty((file.metadata.num_rows, h, w, c), np.uint8)
     row = 0
     for batch in file.iter_batches(batch_size=1000, columns=[column]):
         for cell in batch.column(0).to_pylist():
             try:
                 with Image.open(io.BytesIO(cell["bytes"])) as picture:
-                    # Some TinyImageNet pictures are gray, some copies of MNIST are RGB.
-                    pixels = np.asarray(picture.convert("L" if c == 1 else "RGB"))
+                    pixels = np.asarray(picture.convert(mode))
             except (OSError, SyntaxError, TypeError, ValueError) as error:
                 raise NtkMarglikError(
                     f"{path}: the picture in row {row} can't be decoded ({error}). Delete the "

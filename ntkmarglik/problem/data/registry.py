@@ -3,6 +3,7 @@ device.
 """
 
 import difflib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,24 +49,8 @@ def load(
             f"of the suffixes {', '.join('_' + variant for variant in VARIANTS)}."
         )
     base, _, variant = name.partition("_")
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    if base == "digits":
-        train, test = read_digits()
-        scale = float(PIXEL_MAX)
-        mean = ()
-        std = ()
-        n_classes = 10
-    else:
-        source = SOURCES[base]
-        train, test = (
-            read_split(source, split, Path(root) / source.folder) for split in ("train", "test")
-        )
-        scale = 255.0
-        mean = source.mean
-        std = source.std
-        n_classes = source.n_classes
-    available = len(train[1])
+    pictures = _read(base, Path(root))
+    available = len(pictures.train[1])
     if not 0 <= n_data <= available:
         raise NtkMarglikError(
             f"n_data must be between 1 and the {available} training points of {name} (or 0 for "
@@ -73,33 +58,72 @@ def load(
         )
     order = torch.randperm(available, generator=torch.Generator().manual_seed(seed)).numpy()
     index = order[:n_data] if n_data else np.arange(available)
+    everything = np.arange(len(pictures.test[1]))
+    train_theta = _transformations(variant, pictures.train, TRAIN_SEED)
+    test_theta = _transformations(variant, pictures.test, TEST_SEED)
+    like = torch.empty(0, device=device, dtype=dtype)
+    x_train, y_train = pictures.tensors(pictures.train, index, train_theta, like)
+    x_test, y_test = pictures.tensors(pictures.test, everything, test_theta, like)
+    return Dataset(name, x_train, y_train, x_test, y_test, pictures.n_classes)
 
-    def tensors(part: Split, chosen: np.ndarray, split_seed: int) -> tuple[Tensor, Tensor]:
-        images, labels = part
-        theta = (
-            draw_transformations(variant, len(labels), images.shape[1], split_seed)
-            if variant
-            else None
-        )
-        x = torch.empty(
-            (len(chosen), images.shape[3], *images.shape[1:3]), device=device, dtype=dtype
-        )
-        for start in range(0, len(chosen), BATCH):
-            batch = chosen[start : start + BATCH]
-            pixels = (
-                torch.from_numpy(images[batch]).to(device).permute(0, 3, 1, 2).to(dtype) / scale
-            )
+
+@dataclass(frozen=True, eq=False)
+class _Pictures:
+    """Both splits of a data set as they are in its files, and how they become tensors.
+
+    scale: the value of white. mean, std: of each colour after scaling; empty to leave them.
+    """
+
+    train: Split
+    test: Split
+    n_classes: int
+    scale: float
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def tensors(
+        self, split: Split, index: np.ndarray, theta: Tensor | None, like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs [n, c, h, w] and labels [n] of the images at `index`, transformed by their
+        matrices theta, with the device and the number format of `like`.
+        """
+        images, labels = split
+        _, h, w, c = images.shape
+        x = like.new_empty(len(index), c, h, w)
+        for start in range(0, len(index), BATCH):
+            batch = index[start : start + BATCH]
+            pixels = torch.from_numpy(images[batch]).to(like.device).permute(0, 3, 1, 2)
+            pixels = pixels.to(like.dtype) / self.scale
             if theta is not None:
                 pixels = warp(pixels, theta[batch])
-            if mean:
-                # Pictures are transformed as pictures: what comes in from outside is black, not the
-                # mean colour.
-                pixels = (pixels - pixels.new_tensor(mean).view(-1, 1, 1)) / pixels.new_tensor(
-                    std
-                ).view(-1, 1, 1)
-            x[start : start + BATCH] = pixels
-        return x, torch.from_numpy(labels[chosen]).to(device)
+            # Pictures are transformed as pictures: what comes in from outside is black, not the
+            # mean colour.
+            x[start : start + BATCH] = self._normalised(pixels)
+        return x, torch.from_numpy(labels[index]).to(like.device)
 
-    x_train, y_train = tensors(train, index, TRAIN_SEED)
-    x_test, y_test = tensors(test, np.arange(len(test[1])), TEST_SEED)
-    return Dataset(name, x_train, y_train, x_test, y_test, n_classes)
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        if not self.mean:
+            return pixels
+        mean = pixels.new_tensor(self.mean).view(-1, 1, 1)
+        std = pixels.new_tensor(self.std).view(-1, 1, 1)
+        return (pixels - mean) / std
+
+
+def _read(base: str, root: Path) -> _Pictures:
+    """The files of a data set without its variants."""
+    if base == "digits":
+        train, test = read_digits()
+        return _Pictures(train, test, n_classes=10, scale=float(PIXEL_MAX))
+    source = SOURCES[base]
+    folder = root / source.folder
+    train = read_split(source, "train", folder)
+    test = read_split(source, "test", folder)
+    return _Pictures(train, test, source.n_classes, 255.0, source.mean, source.std)
+
+
+def _transformations(variant: str, split: Split, seed: int) -> Tensor | None:
+    """The matrices that make a variant of a split; None for the data set as it is."""
+    if not variant:
+        return None
+    images, labels = split
+    return draw_transformations(variant, len(labels), images.shape[1], seed)

@@ -25,21 +25,38 @@ def read_split(source: Source, split: str, folder: Path) -> Split:
         raise NtkMarglikError(
             f"{present[0]} is there, but {absent.name} is not. {source.how_to_get(folder)}"
         )
-    if idx and present:
-        images, labels = (read_idx(path, source.md5.get(path.name)) for path in idx)
-        where = str(idx[0])
-        if images.ndim != 3 or labels.ndim != 1:
-            raise NtkMarglikError(
-                f"{idx[0]} and {idx[1]} should hold arrays of 3 axes and 1 axis, but hold "
-                f"{images.ndim} and {labels.ndim}. Have the image and the label file been swapped?"
-            )
-        images, labels = images[..., None], labels.astype(np.int64)
+    if present:
+        files = idx
+        images, labels = _read_idx_pair(source, *idx)
     else:
         files = find_parquet(folder, source.splits[split]) or download(source, split, folder)
-        parts = [read_parquet(path, source.label, source.shape) for path in files]
-        where = str(files[0])
-        images = parts[0][0] if len(parts) == 1 else np.concatenate([part[0] for part in parts])
-        labels = np.concatenate([part[1] for part in parts])
+        images, labels = _read_shards(source, files)
+    _check(source, files[0], images, labels)
+    return images, labels
+
+
+def _read_idx_pair(source: Source, image_file: Path, label_file: Path) -> Split:
+    images = read_idx(image_file, source.md5.get(image_file.name))
+    labels = read_idx(label_file, source.md5.get(label_file.name))
+    if images.ndim != 3 or labels.ndim != 1:
+        raise NtkMarglikError(
+            f"{image_file} and {label_file} should hold arrays of 3 axes and 1 axis, but hold "
+            f"{images.ndim} and {labels.ndim}. Have the image and the label file been swapped?"
+        )
+    return images[..., None], labels.astype(np.int64)
+
+
+def _read_shards(source: Source, files: list[Path]) -> Split:
+    shards = [read_parquet(path, source.label, source.shape) for path in files]
+    if len(shards) == 1:  # not copied: it may be larger than the memory
+        return shards[0]
+    images = np.concatenate([images for images, _ in shards])
+    labels = np.concatenate([labels for _, labels in shards])
+    return images, labels
+
+
+def _check(source: Source, where: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    """Refuse arrays that are not of this data set; `where` is their first file."""
     c, h, w = source.shape
     if images.shape[1:] != (h, w, c) or len(images) != len(labels):
         raise NtkMarglikError(
@@ -48,9 +65,8 @@ def read_split(source: Source, split: str, folder: Path) -> Split:
             "another data set's file."
         )
     if len(labels) == 0 or labels.min() < 0 or labels.max() >= source.n_classes:
-        found = f"{labels.min()} ... {labels.max()}" if len(labels) else "none"
+        present = f"{labels.min()} ... {labels.max()}" if len(labels) else "none"
         raise NtkMarglikError(
-            f"{where}: labels should be 0 ... {source.n_classes - 1}, but are {found}. Delete it "
+            f"{where}: labels should be 0 ... {source.n_classes - 1}, but are {present}. Delete it "
             "and fetch it again."
         )
-    return images, labels

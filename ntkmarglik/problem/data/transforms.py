@@ -25,18 +25,25 @@ def draw_transformations(variant: str, n: int, side: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(limit: float) -> Tensor:
-        return (torch.rand(n, generator=generator) * 2 - 1) * limit
+        signed = torch.rand(n, generator=generator) * 2 - 1
+        return signed * limit
 
-    zero, one = torch.zeros(n), torch.ones(n)
+    zero = torch.zeros(n)
+    one = torch.ones(n)
     if variant in ("r90", "r180"):
-        angle = uniform(math.radians(float(variant[1:])))
-        cos, sin = torch.cos(angle), torch.sin(angle)
+        degrees = float(variant[1:])
+        angle = uniform(math.radians(degrees))
+        cos = torch.cos(angle)
+        sin = torch.sin(angle)
         rows = (cos, -sin, zero, sin, cos, zero)
     elif variant == "translated":
         # On smaller images 8 pixels would leave nothing to see: there the shift is the same
         # fraction, 8/28.
-        limit = 2 * min(MAX_SHIFT, side * MAX_SHIFT / 28) / (side - 1)
-        rows = (one, zero, uniform(limit), zero, one, uniform(limit))
+        pixels = min(MAX_SHIFT, side * MAX_SHIFT / 28)
+        limit = 2 * pixels / (side - 1)
+        right = uniform(limit)
+        down = uniform(limit)
+        rows = (one, zero, right, zero, one, down)
     elif variant == "scaled":
         factor = torch.exp(uniform(math.log(2)))
         rows = (factor, zero, zero, zero, factor, zero)
@@ -50,7 +57,6 @@ def warp(x: Tensor, theta: Tensor) -> Tensor:
     (0) outside.
     """
     grid = F.affine_grid(theta.to(x), list(x.shape), align_corners=True)
+    warped = F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
     # Weights of the four neighbours may add up to a little more than 1 in floating point.
-    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=True).clamp_(
-        0, 1
-    )
+    return warped.clamp_(0, 1)

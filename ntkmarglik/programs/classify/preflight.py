@@ -14,6 +14,7 @@ from ntkmarglik.learn.train import hyper_epochs
 from ntkmarglik.machine.device import device_of, free_memory
 from ntkmarglik.machine.speed import Speed, seconds
 from ntkmarglik.programs.classify.config import WITHOUT_BLOCKS, Config
+from ntkmarglik.settings import check_numbers
 
 FEW = 32  # data points of a first timing
 PATIENCE = 2.0  # seconds that a timing may take
@@ -41,54 +42,10 @@ class Sizes:
 
 def check_settings(config: Config) -> None:
     """Refuse what is wrong whatever the data."""
+    check_numbers(config)
     hyper = config.hyperparameters
     training = config.training
     run = config.run
-    positive = {
-        "epochs": training.epochs,
-        "batch_size": training.batch_size,
-        "frequency": training.frequency,
-        "samples": config.sampling.samples,
-        "solver_passes": config.sampling.solver_passes,
-        "solver_tolerance": config.sampling.solver_tolerance,
-        "em_steps": config.sampling.em_steps,
-        "lr": training.lr,
-        "prior_precision": hyper.prior_precision,
-        "aug_samples": hyper.aug_samples,
-        "sigma": hyper.sigma,
-        "collective_timeout": run.collective_timeout,
-    }
-    for name, value in positive.items():
-        if not value > 0:
-            raise NtkMarglikError(
-                f"--{name.replace('_', '-')} must be greater than 0, but is {value}."
-            )
-    not_negative = {
-        "subset": config.estimator.subset,
-        "outputs": config.estimator.outputs,
-        "n_data": config.problem.n_data,
-        "blocks_per_step": config.estimator.blocks_per_step,
-        "aug_block": config.estimator.aug_block,
-        "kappa": config.estimator.kappa,
-        "burnin": training.burnin,
-        "prior_steps": training.prior_steps,
-        "aug_steps": training.aug_steps,
-        "lr_min": training.lr_min,
-        "lr_hyp": training.lr_hyp,
-        "lr_hyp_min": training.lr_hyp_min,
-        "lr_aug": training.lr_aug,
-        "lr_aug_min": training.lr_aug_min,
-        "seed": run.seed,
-        "threads": run.threads,
-        "eval_every": run.eval_every,
-        "memory_budget": run.memory_budget,
-        "width": config.problem.width,
-    }
-    for name, value in not_negative.items():
-        if not value >= 0:
-            raise NtkMarglikError(
-                f"--{name.replace('_', '-')} must not be negative, but is {value}."
-            )
     if hyper.flip and hyper.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
     if config.estimator.method == "augerino" and hyper.augment == "none":
@@ -109,10 +66,6 @@ def check_settings(config: Config) -> None:
     if config.estimator.method == "sampled" and hyper.augment != "none":
         raise NtkMarglikError(
             "--method sampled learns the prior only; use --augment none, or --method ntk or kfac."
-        )
-    if config.sampling.ladder < 2:
-        raise NtkMarglikError(
-            f"--ladder needs at least 2 precisions, but is {config.sampling.ladder}."
         )
     if run.device == "cuda" and not torch.cuda.is_available():
         raise NtkMarglikError(

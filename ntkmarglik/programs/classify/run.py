@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
-from tqdm import tqdm
 
-from laplace_marglik import GaussianPrior, Ranks, RanksError
-from ntkmarglik.errors import NtkMarglikError
+from laplace_marglik import GaussianPrior, Ranks
 from ntkmarglik.learn.distributed import by_first, meeting, rank, restarts
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.train import Trainer
@@ -23,16 +18,10 @@ from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import build
 from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.config import Config, parse
-from ntkmarglik.runs import checkpoint, report
-from ntkmarglik.runs.folder import (
-    NoFolder,
-    RunFolder,
-    folder_of,
-    name_of,
-    read_metrics,
-    read_summary,
-)
+from ntkmarglik.runs import report
+from ntkmarglik.runs.folder import folder_of, name_of
 from ntkmarglik.runs.loggers import Metrics
+from ntkmarglik.runs.resumable import how_to_continue, resumable_run
 from ntkmarglik.runs.summary import summarise
 
 # added to the seed (of which torch uses 32 bits): blocks are drawn independently of batches
@@ -50,9 +39,8 @@ def run(config: Config) -> report.Runs:
     if config.run.dry_run:
         return _dry_run(config) if rank() == 0 else {}
     config = config.updated(resume=config.run.resume or restarts() > 0)
-    with meeting(
-        machine.device_of(config), config.run.seed, config.run.collective_timeout
-    ) as ranks:
+    device = machine.device_of(config)
+    with meeting(device, config.run.seed, config.run.collective_timeout) as ranks:
         if ranks is not None:  # the data may have to be downloaded
             ranks.from_first(lambda: _data(config) and None, "loading the data")
         data = _data(config)
@@ -61,22 +49,19 @@ def run(config: Config) -> report.Runs:
         with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
             method = METHODS[config.estimator.method](problem)
             path = by_first(ranks, lambda: folder_of(config), "choice of a folder")
-            try:
+            with how_to_continue(path):
                 runs = _runs(problem, method, path)
-            except (KeyboardInterrupt, RanksError):
-                if rank() == 0:
-                    print(
-                        f"the same command with --resume --out {path} continues this run",
-                        file=sys.stderr,
-                    )
-                raise
             if rank() == 0:
-                report.show(runs)
-                report.save(
-                    runs, path / "figure.png", augment=problem.augment, example=data.x_train[0]
-                )
-                print(f"run folder: {path}")
+                _show(runs, problem, path)
     return runs
+
+
+def _show(runs: report.Runs, problem: Problem, path: Path) -> None:
+    """The table on the terminal, and the figure in the run folder."""
+    example = problem.data.x_train[0]
+    report.show(runs)
+    report.save(runs, path / "figure.png", augment=problem.augment, example=example)
+    print(f"run folder: {path}")
 
 
 def _dry_run(config: Config) -> report.Runs:
@@ -118,17 +103,17 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
 def baseline_of(config: Config) -> Config:
     """The same settings with a fixed prior, and without the augmentation that is learned."""
     fixed = config.updated(method="map")
-    return (
-        fixed.updated(aug_init=0.0)
-        if config.hyperparameters.flip
-        else fixed.updated(augment="none")
-    )
+    if config.hyperparameters.flip:  # the mirror images stay
+        return fixed.updated(aug_init=0.0)
+    return fixed.updated(augment="none")
 
 
 def prepare(config: Config, data: Dataset, ranks: Ranks | None = None) -> Problem:
     """Network, prior and augmentation of a configuration, all drawn from its seed."""
-    device, dtype = machine.device_of(config), machine.dtype_of(config)
-    settings, hyper = config.problem, config.hyperparameters
+    device = machine.device_of(config)
+    dtype = machine.dtype_of(config)
+    settings = config.problem
+    hyper = config.hyperparameters
     model = build(
         settings.model,
         data.input_shape,
@@ -140,9 +125,8 @@ def prepare(config: Config, data: Dataset, ranks: Ranks | None = None) -> Proble
     prior = GaussianPrior(model, hyper.prior, hyper.prior_precision)
     augment = None
     if hyper.augment == "affine":
-        augment = AffineAugmentation(hyper.aug_samples, flip=hyper.flip, init=hyper.aug_init).to(
-            device, dtype
-        )
+        augment = AffineAugmentation(hyper.aug_samples, flip=hyper.flip, init=hyper.aug_init)
+        augment.to(device, dtype)
     generator = torch.Generator().manual_seed(EVIDENCE_SEED + config.run.seed)
     return Problem(config, data, model, prior, augment, generator, ranks)
 
@@ -153,60 +137,6 @@ def train(
     """One run from its start (or its checkpoint) to its summary; a finished one is read from its
     folder.
     """
-    resume, ranks = problem.config.run.resume, problem.ranks
     trainer = Trainer(problem, method)
-    state, summary = by_first(ranks, lambda: _stored(path, resume), "reading the checkpoint")
-    if state is not None:
-        trainer.restore(state)  # before anything is written
-        if trainer.finished and summary is not None:
-            return read_metrics(path), summary
-    if resume and rank() == 0:
-        none = f"there is no checkpoint in {path} yet, starting from the first epoch"
-        print(
-            f"{label}: {f'continuing after epoch {trainer.epoch}' if state else none}",
-            file=sys.stderr,
-        )
-    folder: RunFolder | NoFolder = NoFolder()
-
-    def opened() -> None:
-        nonlocal folder
-        folder = RunFolder(path, problem.config, resume=resume, epoch=trainer.epoch)
-
-    by_first(ranks, opened, "opening the run folder")
-    summary = {}
-    try:
-        total = trainer.training.epochs
-        initial = trainer.epoch
-        quiet = rank() > 0 or not sys.stderr.isatty()
-        with tqdm(total=total, initial=initial, desc=label, unit="epoch", disable=quiet) as bar:
-            trainer.run(folder, _progress(bar))
-        summary = summarise(trainer)
-        folder.finish(summary)
-    finally:
-        folder.close(summary)
-    return folder.epochs, summary
-
-
-def _stored(path: Path, resume: bool) -> tuple[dict[str, Any] | None, Metrics | None]:
-    """The checkpoint to continue from and the summary of a folder, if they are there."""
-    summary = read_summary(path)
-    if resume and (path / "checkpoint.pt").exists():
-        return checkpoint.load(path / "checkpoint.pt"), summary
-    if resume and summary is not None:
-        raise NtkMarglikError(
-            f"{path} holds a finished run without its checkpoint; choose another folder with --out."
-        )
-    return None, summary
-
-
-def _progress(bar: tqdm) -> Callable[[Metrics], None]:
-    shown: dict[str, str] = {}
-
-    def update(metrics: Metrics) -> None:
-        shown["loss"] = f"{metrics['loss']:.4f}"
-        if "log_marglik" in metrics:
-            shown["evidence"] = f"{metrics['log_marglik']:.4f}"
-        bar.set_postfix(shown, refresh=False)
-        bar.update()
-
-    return update
+    resume = problem.config.run.resume
+    return resumable_run(trainer, summarise, path, resume=resume, label=label)

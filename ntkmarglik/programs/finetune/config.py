@@ -11,9 +11,21 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from ntkmarglik.settings import Settings, parse_as
+from ntkmarglik.settings import (
+    Limit,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NonNegativeInts,
+    PositiveFloat,
+    PositiveFloats,
+    PositiveInt,
+    Range,
+    Settings,
+    parse_as,
+)
 
 Method = Literal["map", "map-gs", "map-bo", "la-lml", "la-clml", "elbo", "de-elbo"]
+SHARE = Range(lambda value: 0 < value < 1, "must be between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -22,33 +34,33 @@ class Search:
 
     method: Method = "de-elbo"
     """map: fixed weight decay; map-gs, map-bo: grid search, Bayesian optimisation on held-out data; la-lml: diagonal Laplace evidence; la-clml: grid search by the conditional evidence; elbo, de-elbo: variational bounds."""
-    rates: tuple[float, ...] = (0.1, 0.01, 0.001, 0.0001)
+    rates: PositiveFloats = (0.1, 0.01, 0.001, 0.0001)
     """Learning rates to choose from: by the training objective, or on held-out data where decays are found there."""
-    backbone_decay: float = 1e-3
+    backbone_decay: PositiveFloat = 1e-3
     """Weight decay towards the pretrained weights for map; where la-lml starts."""
-    head_decay: float = 1e-3
+    head_decay: PositiveFloat = 1e-3
     """Weight decay of the new head for map; where la-lml starts."""
-    backbone_decays: tuple[float, ...] = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+    backbone_decays: PositiveFloats = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
     """Grid of map-gs and la-clml; map-bo searches between its ends."""
-    head_decays: tuple[float, ...] = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+    head_decays: PositiveFloats = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
     """Grid of map-gs and la-clml; map-bo searches between its ends."""
-    trials: int = 20
+    trials: PositiveInt = 20
     """Fits of map-bo before the last one on all data."""
-    held_out: float = 0.2
+    held_out: Annotated[float, SHARE] = 0.2
     """Share of the training data held out by map-gs, map-bo and la-clml; the last fit has all of them."""
-    draws: int = 20
+    draws: PositiveInt = 20
     """Draws of all weights for the scores of elbo, de-elbo and la-clml."""
-    laplace_every: int = 0
+    laplace_every: NonNegativeInt = 0
     """Steps between Laplace approximations of la-lml; 0 = an epoch."""
-    laplace_steps: int = 100
+    laplace_steps: NonNegativeInt = 100
     """Steps on the two log precisions (Adam) after each Laplace approximation."""
-    laplace_rate: float = 0.1
+    laplace_rate: PositiveFloat = 0.1
     """Learning rate of these steps."""
-    kappa: float = 0.0
+    kappa: NonNegativeFloat = 0.0
     """Emphasis on the data in de-elbo; 0 = parameters / data."""
-    sigma: float = 1e-4
+    sigma: PositiveFloat = 1e-4
     """Initial width of the posterior of elbo and de-elbo."""
-    sigma_rate: float = 0.0
+    sigma_rate: NonNegativeFloat = 0.0
     """Learning rate of that width; 0 = as of the weights."""
 
 
@@ -64,13 +76,13 @@ class Task:
     """Images: digits, mnist, fmnist, usps, cifar10, cifar100, tinyimagenet, flowers102, pets37; texts: ag_news."""
     data_root: Path = Path("data")
     """Where data files are, or are downloaded to."""
-    classes: tuple[int, ...] = ()
+    classes: NonNegativeInts = ()
     """Labels to keep, numbered anew in this order; all by default."""
-    n_data: int = 1000
+    n_data: NonNegativeInt = 1000
     """Size of the training set, with classes in equal parts as far as possible; 0 = all."""
-    n_test: int = 0
+    n_test: NonNegativeInt = 0
     """Size of the random part of the test set that is used; 0 = all."""
-    max_length: int = 512
+    max_length: PositiveInt = 512
     """Longest text in tokens."""
     augment: Literal["none", "flip", "crop"] = "none"
     """Random changes of training images: mirror left and right (flip), and shift by up to an eighth too (crop)."""
@@ -82,11 +94,11 @@ class Training:
     0.
     """
 
-    steps: int = 6000
+    steps: PositiveInt = 6000
     """Steps of a fit."""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """Data points per step, at most all of them."""
-    clip: float = 1.0
+    clip: NonNegativeFloat = 1.0
     """Largest norm of the gradient of backbone and of head; 0 = no limit."""
 
 
@@ -99,19 +111,19 @@ class Run:
         *("wandb", "tensorboard"),
     )
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the training set, the new head and every random draw."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto takes a GPU if there is one."""
-    threads: int = 0
+    threads: NonNegativeInt = 0
     """CPU threads; 0 = torch's choice."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Run folder; by default runs/ and a name made of the settings."""
     resume: bool = False
     """Continue the run in its folder from the last checkpoint; without one, start it."""
-    eval_every: int = 0
+    eval_every: NonNegativeInt = 0
     """Steps between evaluations on the test set (not counted in times); 0 = five in a fit, the last one included."""
-    checkpoint_seconds: float = 60.0
+    checkpoint_seconds: Limit = 60.0
     """Least time between checkpoints."""
     save_model: bool = False
     """Save the final network in the folder `model` in the format of save_pretrained."""

@@ -41,8 +41,10 @@ class Examples:
     def chosen(self, index: np.ndarray) -> Examples:
         """Some of them, in the order of `index`."""
         inputs = self.inputs
-        own = inputs[index] if isinstance(inputs, np.ndarray) else [inputs[i] for i in index]
-        return Examples(own, self.labels[index])
+        labels = self.labels[index]
+        if isinstance(inputs, np.ndarray):
+            return Examples(inputs[index], labels)
+        return Examples([inputs[i] for i in index], labels)
 
     def picture(self, i: int) -> np.ndarray:
         """Input i as a picture [h, w, 3] uint8; grey ones in three equal channels."""
@@ -75,16 +77,22 @@ def read(name: str, root: Path) -> tuple[Examples, Examples, int]:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise NtkMarglikError(f"Unknown data set {name!r}.{hint} Known are {', '.join(NAMES)}.")
     if name == "digits":
-        pairs = [((x * (255 / PIXEL_MAX)).round().astype(np.uint8), y) for x, y in read_digits()]
-        return Examples(*pairs[0]), Examples(*pairs[1]), 10
+        train, test = read_digits()
+        return _brightened(*train), _brightened(*test), 10
     source = {**SOURCES, **PICTURES, **TEXTS}[name]
     folder = Path(root) / source.folder
     if name in SOURCES:
-        train, test = (Examples(*read_split(source, split, folder)) for split in ("train", "test"))
+        parts = [Examples(*read_split(source, split, folder)) for split in ("train", "test")]
     else:
         columns = ("text",) if name in TEXTS else IMAGE_COLUMNS
-        train, test = (_cells(source, split, folder, columns) for split in ("train", "test"))
-    return train, test, source.n_classes
+        parts = [_cells(source, split, folder, columns) for split in ("train", "test")]
+    return parts[0], parts[1], source.n_classes
+
+
+def _brightened(images: np.ndarray, labels: np.ndarray) -> Examples:
+    """Digits, whose white is PIXEL_MAX, as pictures whose white is 255."""
+    pictures = images * (255 / PIXEL_MAX)
+    return Examples(pictures.round().astype(np.uint8), labels)
 
 
 def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> Examples:
@@ -95,7 +103,7 @@ def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> 
     import pyarrow.parquet as pq
 
     inputs: list = []
-    labels: list[np.ndarray] = []
+    label_columns: list[np.ndarray] = []
     for path in find_parquet(folder, source.splits[split]) or download(source, split, folder):
         try:
             names = pq.read_schema(path).names
@@ -114,19 +122,15 @@ def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> 
             ) from error
         cells = table[column].to_pylist()
         inputs += [cell["bytes"] if isinstance(cell, dict) else cell for cell in cells]
-        labels.append(table[source.label].to_numpy().astype(np.int64))
-    found = np.concatenate(labels)
-    if (
-        not len(found)
-        or found.min() < 0
-        or found.max() >= source.n_classes
-        or any(i is None for i in inputs)
-    ):
+        label_columns.append(table[source.label].to_numpy().astype(np.int64))
+    labels = np.concatenate(label_columns)
+    known = len(labels) and labels.min() >= 0 and labels.max() < source.n_classes
+    if not known or any(cell is None for cell in inputs):
         raise NtkMarglikError(
             f"{folder}: every example of the {split} split should have an input and a label 0 ... "
             f"{source.n_classes - 1}. Delete its files and fetch them again."
         )
-    return Examples(inputs, found)
+    return Examples(inputs, labels)
 
 
 def restricted(examples: Examples, classes: Sequence[int], n_classes: int) -> Examples:
@@ -139,10 +143,11 @@ def restricted(examples: Examples, classes: Sequence[int], n_classes: int) -> Ex
             f"--classes must be at least two different labels of 0 ... {n_classes - 1}, but are "
             f"{' '.join(map(str, classes))}."
         )
-    kept = examples.chosen(np.flatnonzero(np.isin(examples.labels, classes)))
+    index = np.flatnonzero(np.isin(examples.labels, classes))
+    members = examples.chosen(index)
     numbers = np.full(n_classes, -1)
     numbers[list(classes)] = np.arange(len(classes))
-    return replace(kept, labels=numbers[kept.labels])
+    return replace(members, labels=numbers[members.labels])
 
 
 def balanced(labels: np.ndarray, size: int, seed: int) -> np.ndarray:
@@ -160,6 +165,7 @@ def balanced(labels: np.ndarray, size: int, seed: int) -> np.ndarray:
     order = np.random.default_rng(seed).permutation(n)
     turns = np.empty(n, np.int64)
     for c in np.unique(labels):
-        own = order[labels[order] == c]
-        turns[own] = np.arange(len(own))
-    return order[np.argsort(turns[order], kind="stable")][: size or n]
+        members = order[labels[order] == c]
+        turns[members] = np.arange(len(members))
+    by_turn = order[np.argsort(turns[order], kind="stable")]
+    return by_turn[: size or n]

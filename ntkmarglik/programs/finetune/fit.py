@@ -34,10 +34,10 @@ class Fit:
         self.candidate = candidate
         self.part = part
         self.config = config
-        n, device = len(part), part.y.device
+        n = len(part)
         prior = l2_sp(model, candidate.backbone_decay * n, candidate.head_decay * n)
         seed = 1000 * config.run.seed + number
-        noise = torch.Generator(device).manual_seed(NOISE_SEED + seed)
+        noise = torch.Generator(part.y.device).manual_seed(NOISE_SEED + seed)
         self.objective = plan.objective(model, prior, n, config.search, noise)
         self.batches = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)  # dropout draws from torch's own generator
@@ -67,7 +67,8 @@ class Fit:
     @torch.no_grad()
     def check(self) -> None:
         """Look at the weights, which may be lost though the last loss was not."""
-        if not torch.stack([p.sum() for p in self.model.parameters()]).sum().isfinite():
+        sums = torch.stack([p.sum() for p in self.model.parameters()])
+        if not sums.sum().isfinite():
             self.losses.append(math.nan)
 
     @property
@@ -106,7 +107,8 @@ class Fit:
         """
         if len(self._order) < self.batch_size:
             self._order = torch.randperm(len(self.part), generator=self.batches)
-        index, self._order = self._order[: self.batch_size], self._order[self.batch_size :]
+        index = self._order[: self.batch_size]
+        self._order = self._order[self.batch_size :]
         return index
 
     def state(self) -> dict[str, Any]:
@@ -133,19 +135,20 @@ class Fit:
         self._order = state["order"]
         self.losses = state["losses"]
         self.step = state["step"]
-        (torch.cuda.set_rng_state if self.part.y.device.type == "cuda" else torch.set_rng_state)(
-            state["dropout"]
-        )
+        if self.part.y.device.type == "cuda":
+            torch.cuda.set_rng_state(state["dropout"])
+        else:
+            torch.set_rng_state(state["dropout"])
 
 
 def _groups(model: Classifier, others: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Weights of the backbone, of the head, and what is trained besides: each has its own limit of
     the gradient.
     """
-    weights = [
-        (name.startswith(f"{model.backbone}."), p)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
-    groups = [[p for own, p in weights if own], [p for own, p in weights if not own], others]
-    return [group for group in groups if group]
+    backbone: list[nn.Parameter] = []
+    head: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = backbone if name.startswith(f"{model.backbone}.") else head
+            group.append(parameter)
+    return [group for group in (backbone, head, others) if group]

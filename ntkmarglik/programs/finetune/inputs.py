@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,61 +22,80 @@ TEST_SEED = 0  # every run is tested on the same part
 
 
 class Part:
-    """Some examples, as inputs of a network and labels, on its device."""
+    """Some examples, as inputs of a network and labels, on its device.
 
-    def __init__(self, examples: Examples, prepare: Prepare, device: torch.device):
+    Args:
+        examples: as they are in their files.
+        prepare: makes inputs of examples.
+        device: where batches are put.
+        inputs: all examples prepared; None to prepare them whenever they are needed.
+    """
+
+    def __init__(
+        self, examples: Examples, prepare: Prepare, device: torch.device, inputs: Inputs | None
+    ):
         self._examples = examples
         self._prepare = prepare
         self._device = device
+        self._inputs = inputs
         self.y = torch.from_numpy(examples.labels).to(device)
-        self._inputs: Inputs | None = self._all() if self._fit_in_memory() else None
+
+    @classmethod
+    def of(cls, examples: Examples, prepare: Prepare, device: torch.device) -> Part:
+        """Examples prepared at once if they fit in memory."""
+        inputs = None
+        if _fit_in_memory(examples, prepare):
+            inputs = _all_inputs(examples, prepare)
+        return cls(examples, prepare, device, inputs)
 
     def __len__(self) -> int:
         return len(self.y)
 
     def chosen(self, index: np.ndarray) -> Part:
         """Some of these examples."""
-        part = object.__new__(Part)
-        part._examples = self._examples.chosen(index)
-        part._prepare = self._prepare
-        part._device = self._device
-        own = torch.from_numpy(index)
-        part.y = self.y[own.to(self._device)]
-        part._inputs = None if self._inputs is None else map_inputs(lambda t: t[own], self._inputs)
-        return part
+        inputs = None
+        if self._inputs is not None:
+            rows = torch.from_numpy(index)
+            inputs = map_inputs(lambda t: t[rows], self._inputs)
+        return Part(self._examples.chosen(index), self._prepare, self._device, inputs)
 
     def batch(self, index: Tensor) -> tuple[Inputs, Tensor]:
         """Inputs and labels of the examples at `index`; texts without columns that are padding in
         all of them.
         """
-        x = self._prepare(self._examples, index.numpy()) if self._inputs is None else None
-        if self._inputs is not None:
+        if self._inputs is None:
+            x = self._prepare(self._examples, index.numpy())
+        else:
             x = map_inputs(lambda t: t[index], self._inputs)
         if isinstance(x, dict):
             used = x["attention_mask"].any(0)
             x = {name: t[:, used] for name, t in x.items()}
-        return map_inputs(lambda t: t.to(self._device), x), self.y[index.to(self._device)]
+        x = map_inputs(lambda t: t.to(self._device), x)
+        return x, self.y[index.to(self._device)]
 
     def batches(self, size: int = CHUNK) -> Iterator[tuple[Inputs, Tensor]]:
         """All examples in their order."""
         for index in torch.arange(len(self)).split(size):
             yield self.batch(index)
 
-    def _fit_in_memory(self) -> bool:
-        first = self._prepare(self._examples, np.arange(1))
-        # texts are padded to the longest, which the first does not tell; their tokens are small
-        return (
-            isinstance(first, dict)
-            or first.numel() * first.element_size() * len(self) <= KEPT_BYTES
-        )
 
-    def _all(self) -> Inputs:
-        if isinstance(self._examples.inputs, list) and isinstance(self._examples.inputs[0], str):
-            return self._prepare(self._examples, np.arange(len(self)))
-        parts = [
-            self._prepare(self._examples, i.numpy()) for i in torch.arange(len(self)).split(CHUNK)
-        ]
-        return torch.cat([tensor for part in parts for tensor in tensors_of(part)])
+def _fit_in_memory(examples: Examples, prepare: Prepare) -> bool:
+    first = prepare(examples, np.arange(1))
+    if isinstance(first, dict):
+        # texts are padded to the longest, which the first does not tell; their tokens are small
+        return True
+    bytes_of_one = first.numel() * first.element_size()
+    return bytes_of_one * len(examples) <= KEPT_BYTES
+
+
+def _all_inputs(examples: Examples, prepare: Prepare) -> Inputs:
+    index = np.arange(len(examples))
+    if isinstance(examples.inputs, list) and isinstance(examples.inputs[0], str):
+        return prepare(examples, index)
+    tensors: list[Tensor] = []
+    for start in range(0, len(index), CHUNK):
+        tensors.extend(tensors_of(prepare(examples, index[start : start + CHUNK])))
+    return torch.cat(tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +123,11 @@ class Data:
 
 def load(config: FinetuneConfig, prepare: Preparation, device: torch.device) -> Data:
     """The task's data: classes, training set and part of the test set as configured."""
-    task, seed = config.task, config.run.seed
+    task = config.task
     train, test, n_classes = read(task.dataset, task.data_root)
-    train, test = (restricted(part, task.classes, n_classes) for part in (train, test))
-    train = train.chosen(balanced(train.labels, task.n_data, seed))
+    train = restricted(train, task.classes, n_classes)
+    test = restricted(test, task.classes, n_classes)
+    train = train.chosen(balanced(train.labels, task.n_data, config.run.seed))
     n_classes = len(task.classes) or n_classes
     if len(train) < n_classes:
         raise NtkMarglikError(
@@ -118,12 +138,13 @@ def load(config: FinetuneConfig, prepare: Preparation, device: torch.device) -> 
             f"--n-test {task.n_test}, but there are {len(test)} test examples; use at most these."
         )
     if task.n_test:
-        test = test.chosen(np.random.default_rng(TEST_SEED).permutation(len(test))[: task.n_test])
+        order = np.random.default_rng(TEST_SEED).permutation(len(test))
+        test = test.chosen(order[: task.n_test])
     if task.augment != "none" and is_text(task.dataset):
         raise NtkMarglikError(
             f"--augment {task.augment} is for images, but {task.dataset} is of texts."
         )
-    return Data(Part(train, prepare, device), Part(test, prepare, device), n_classes)
+    return Data(Part.of(train, prepare, device), Part.of(test, prepare, device), n_classes)
 
 
 def changed(x: Inputs, kind: str, generator: torch.Generator) -> Inputs:
@@ -134,14 +155,13 @@ def changed(x: Inputs, kind: str, generator: torch.Generator) -> Inputs:
     x = torch.where(mirrored.to(x.device)[:, None, None, None], x.flip(3), x)
     if kind == "flip":
         return x
-    n, _, h, w = x.shape
-    padded = F.pad(x, (w // 8, w // 8, h // 8, h // 8), mode="replicate")
-    tops = torch.randint(2 * (h // 8) + 1, (n,), generator=generator).tolist()
-    lefts = torch.randint(2 * (w // 8) + 1, (n,), generator=generator).tolist()
-    # an image at a time: there are few in a batch
-    return torch.stack(
-        [p[:, t : t + h, s : s + w] for p, t, s in zip(padded, tops, lefts, strict=True)]
-    )
-
-
-Batches = Callable[[], Iterator[tuple[Inputs, Tensor]]]
+    n, _, height, width = x.shape
+    down = height // 8
+    right = width // 8
+    padded = F.pad(x, (right, right, down, down), mode="replicate")
+    tops = torch.randint(2 * down + 1, (n,), generator=generator).tolist()
+    lefts = torch.randint(2 * right + 1, (n,), generator=generator).tolist()
+    shifted = []
+    for image, top, left in zip(padded, tops, lefts, strict=True):  # few in a batch
+        shifted.append(image[:, top : top + height, left : left + width])
+    return torch.stack(shifted)

@@ -60,10 +60,12 @@ class Plan:
 
     def n_fits(self, search: Search) -> int:
         """All fits, the last one on all data included."""
-        grid = len(search.rates) * len(search.backbone_decays) * len(search.head_decays)
-        return {"rates": len(search.rates), "grid": grid, "optimised": search.trials}[
-            self.candidates
-        ] + self.holds_out
+        fits = len(search.rates)
+        if self.candidates == "grid":
+            fits *= len(search.backbone_decays) * len(search.head_decays)
+        elif self.candidates == "optimised":
+            fits = search.trials
+        return fits + 1 if self.holds_out else fits
 
     def next(self, search: Search, done: Sequence[Result], seed: int) -> Candidate | None:
         """The candidate of the next fit; None after the last one."""
@@ -76,34 +78,38 @@ class Plan:
         decays = [(search.backbone_decay, search.head_decay)]
         if self.candidates == "grid":
             decays = list(itertools.product(search.backbone_decays, search.head_decays))
-        return [Candidate(rate, *pair) for rate, pair in itertools.product(search.rates, decays)][
-            len(done)
+        candidates = [
+            Candidate(rate, backbone_decay, head_decay)
+            for rate in search.rates
+            for backbone_decay, head_decay in decays
         ]
+        return candidates[len(done)]
 
 
 def best(done: Sequence[Result]) -> Result:
     """The fit with the highest score, the first of equals."""
-    found = max(done, key=lambda result: result.score)
-    if found.score == -math.inf:
+    highest = max(done, key=lambda result: result.score)
+    if highest.score == -math.inf:
+        rates = sorted({result.candidate.rate for result in done})
+        shown = " ".join(f"{rate:g}" for rate in rates)
         raise NtkMarglikError(
             f"Each of the {len(done)} fits diverged; try smaller learning rates (--rates, now "
-            f"{' '.join(f'{rate:g}' for rate in sorted({r.candidate.rate for r in done}))})."
+            f"{shown})."
         )
-    return found
+    return highest
 
 
 def _proposed(search: Search, done: Sequence[Result], seed: int) -> Candidate:
     """What a tree-structured Parzen estimator proposes after the finished fits."""
     optuna = _optuna()
+
+    def between_ends(decays: Sequence[float]) -> Any:
+        return optuna.distributions.FloatDistribution(min(decays), max(decays), log=True)
+
     distributions = {
         "rate": optuna.distributions.CategoricalDistribution(search.rates),
-        **{
-            name: optuna.distributions.FloatDistribution(min(values), max(values), log=True)
-            for name, values in (
-                ("backbone_decay", search.backbone_decays),
-                ("head_decay", search.head_decays),
-            )
-        },
+        "backbone_decay": between_ends(search.backbone_decays),
+        "head_decay": between_ends(search.head_decays),
     }
     # built anew for every fit: the finished fits are all its state
     study = optuna.create_study(

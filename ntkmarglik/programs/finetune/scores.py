@@ -45,9 +45,9 @@ def conditional(
     model = objective.model
     posterior = DiagonalLaplace(model, LIKELIHOOD, objective.prior, train.batches()).posterior()
     seed = int(torch.randint(2**31, (), generator=generator, device=generator.device))
-    found = []
+    scores = []
     for temperature in TEMPERATURES:
-        own = torch.Generator(generator.device).manual_seed(seed)
+        draw = torch.Generator(generator.device).manual_seed(seed)
         score = clml(
             model,
             LIKELIHOOD,
@@ -55,11 +55,13 @@ def conditional(
             held_out.batches(),
             samples=draws,
             temperature=temperature,
-            generator=own,
+            generator=draw,
         )
-        accuracy = _accuracy(model, posterior, held_out, temperature, draws, own.manual_seed(seed))
-        found.append((accuracy, score.total / score.n_data))
-    return max(found)[1]
+        draw.manual_seed(seed)  # the same draws again
+        accuracy = _accuracy(model, posterior, held_out, temperature, draws, draw)
+        scores.append((accuracy, score.total / score.n_data))
+    _, evidence = max(scores)
+    return evidence
 
 
 @torch.no_grad()
@@ -76,8 +78,7 @@ def _accuracy(
     with evaluating(model):
         for _ in range(draws):
             weights = posterior.sample(generator, temperature)
-            p = p + torch.cat(
-                [functional_call(model, weights, (x,)).softmax(1) for x, _ in part.batches()]
-            )
+            logits = [functional_call(model, weights, (x,)) for x, _ in part.batches()]
+            p = p + torch.cat(logits).softmax(1)
     assert isinstance(p, Tensor)
     return (p.argmax(1) == part.y).double().mean().item()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from ntkmarglik.programs.finetune.inputs import Data
 from ntkmarglik.programs.finetune.plan import PLANS, Candidate, Result, best
 from ntkmarglik.programs.finetune.pretrained import Classifier
 from ntkmarglik.programs.finetune.scores import conditional, evaluated
-from ntkmarglik.runs.folder import RunFolder
+from ntkmarglik.runs.folder import NoFolder, RunFolder
 from ntkmarglik.runs.loggers import Metrics
+from ntkmarglik.runs.resumable import Progress
 
 EVALUATIONS = 5  # of the test set in a fit, when their spacing is not given
 SPLIT_SEED = 7
@@ -30,6 +31,9 @@ class Transfer:
     the chosen ones.
     """
 
+    unit = "step"
+    ranks = None  # one process
+
     def __init__(self, config: FinetuneConfig, model: Classifier, data: Data):
         self.config = config
         self.model = model
@@ -39,13 +43,11 @@ class Transfer:
         self.rest = data.train
         self.held_out = data.train
         if self.plan.holds_out:
-            self.rest, self.held_out = data.halves(
-                config.search.held_out, SPLIT_SEED + config.run.seed
-            )
+            seed = SPLIT_SEED + config.run.seed
+            self.rest, self.held_out = data.halves(config.search.held_out, seed)
         self.initial = _copied(model)
-        self.chosen: dict[
-            str, Any
-        ] = {}  # weights and description of the best fit so far, or of the last one
+        # weights and description of the best fit so far, or of the last one
+        self.chosen: dict[str, Any] = {}
         self.done: list[Result] = []
         self.fit: Fit | None = None
         self.steps = 0
@@ -53,42 +55,59 @@ class Transfer:
         self.seconds = {"total": 0.0, "cpu": 0.0}
 
     @property
+    def position(self) -> int:
+        return self.steps
+
+    @property
+    def total(self) -> int:
+        return self.n_fits * self.config.training.steps
+
+    @property
+    def place(self) -> str:
+        return f"step {self.steps} of fit {len(self.done) + 1}"
+
+    @property
     def finished(self) -> bool:
         return len(self.done) == self.n_fits
 
-    def run(self, folder: RunFolder, after_step: Callable[[], None] | None = None) -> None:
+    def run(self, folder: RunFolder | NoFolder, progress: Progress | None = None) -> None:
         """Make all fits; an interrupt ends the run after the step it falls in, with a
         checkpoint.
         """
         saved = time.monotonic()
         with deferred_interrupts("step") as interrupted, torch.random.fork_rng():
             while not self.finished:
-                fit = self.fit = self.fit or self._next()
-                while not fit.finished:
-                    with self._timed():
-                        fit.advance()
-                    self.steps += 1
-                    if after_step is not None:
-                        after_step()
-                    if fit.step % self.eval_every == 0 or fit.finished:
-                        fit.check()
-                        folder.log(self._line(fit))
+                self.fit = self.fit or self.next_fit()
+                while not self.fit.finished:
+                    self._step(self.fit, folder)
+                    if progress is not None:
+                        progress({}, f"fit {len(self.done) + 1} of {self.n_fits}")
                     due = time.monotonic() - saved >= self.config.run.checkpoint_seconds
                     if due or interrupted():
                         folder.save(self.state())
                         saved = time.monotonic()
                     if interrupted():
                         raise KeyboardInterrupt
-                self._close(fit)
+                self._close(self.fit)
             folder.save(self.state())
         self.model.load_state_dict(self.chosen["model"])
         self.model.eval()
+
+    def _step(self, fit: Fit, folder: RunFolder | NoFolder) -> None:
+        """A step of a fit, and an evaluation where one is due."""
+        with self._timed():
+            fit.advance()
+        self.steps += 1
+        if fit.step % self.eval_every == 0 or fit.finished:
+            fit.check()
+            folder.log(self._line(fit))
 
     @property
     def eval_every(self) -> int:
         return self.config.run.eval_every or -(-self.config.training.steps // EVALUATIONS)
 
-    def _next(self) -> Fit:
+    def next_fit(self) -> Fit:
+        """The fit that follows the finished ones, from the pretrained weights."""
         candidate = self.plan.next(self.config.search, self.done, self.config.run.seed)
         assert candidate is not None
         return self._fit(candidate)
@@ -107,11 +126,11 @@ class Transfer:
         """Score a finished fit, and keep its weights if they are the best."""
         with self._timed():
             score = -math.inf if fit.diverged else self._score(fit)
-            score = score if math.isfinite(score) else -math.inf
-            if self._last or (
-                not self.plan.holds_out
-                and score > max((r.score for r in self.done), default=-math.inf)
-            ):
+            if not math.isfinite(score):
+                score = -math.inf
+            highest = max((result.score for result in self.done), default=-math.inf)
+            is_best = not self.plan.holds_out and score > highest
+            if self._last or is_best:
                 self.chosen = {
                     "model": _copied(self.model),
                     "fit": len(self.done),
@@ -156,7 +175,8 @@ class Transfer:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        start, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu = time.process_time()
         yield
         self.seconds["total"] += time.perf_counter() - start
         self.seconds["cpu"] += time.process_time() - cpu
@@ -177,10 +197,10 @@ class Transfer:
         others.
         """
         self.config.refuse_other(state["settings"])
-        self.done = [
-            Result(Candidate(**{k: v for k, v in r.items() if k != "score"}), r["score"])
-            for r in state["done"]
-        ]
+        self.done = []
+        for stored in state["done"]:
+            settings = {name: value for name, value in stored.items() if name != "score"}
+            self.done.append(Result(Candidate(**settings), stored["score"]))
         self.chosen = state["chosen"]
         self.steps = state["steps"]
         self.seconds = state["seconds"]

@@ -41,10 +41,9 @@ class Bound:
 
     def __str__(self) -> str:
         name = f"{self.structure}-{self.subset}-{'C' if self.outputs == 'all' else 1}"
-        usual = {"shared", "random", ANY_ROOT}
-        return " ".join(
-            [name, *(v for v in (self.columns, self.partition, self.root) if v not in usual)]
-        )
+        choices = (self.columns, self.partition, self.root)
+        unusual = [choice for choice in choices if choice not in ("shared", "random", ANY_ROOT)]
+        return " ".join([name, *unusual])
 
     def blocks(self, data: Dataset, seed: int, most: int = 0) -> list[Block]:
         """All blocks of its partition, or `most` of them drawn at random.
@@ -93,11 +92,12 @@ def bounds_of(grid: Grid, n_data: int) -> list[Bound]:
                 "0 for all."
             )
     exact = exact_bound(n_data)
-    found = [exact] if grid.exact else []
+    bounds = [exact] if grid.exact else []
     for structure, subset, outputs in itertools.product(
         grid.structures, grid.subsets, grid.outputs
     ):
-        size, single = subset or n_data, outputs == "single"
+        size = subset or n_data
+        single = outputs == "single"
         for columns, partition, root in itertools.product(
             grid.columns, grid.partitions, grid.roots
         ):
@@ -110,5 +110,5 @@ def bounds_of(grid: Grid, n_data: int) -> list[Bound]:
                 root if single else ANY_ROOT,
             )
             whole = structure in ("ntk", "full") and size == n_data and not single
-            found.append(exact if whole else bound)
-    return list(dict.fromkeys(found))
+            bounds.append(exact if whole else bound)
+    return list(dict.fromkeys(bounds))

@@ -18,7 +18,16 @@ from ntkmarglik.programs.classify.config import (
     Run,
     Training,
 )
-from ntkmarglik.settings import Settings, parse_as
+from ntkmarglik.settings import (
+    AnyFloat,
+    Limit,
+    NonNegativeInt,
+    NonNegativeInts,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    parse_as,
+)
 
 Structure = Literal["ntk", "blockdiag", "kfac", "diag", "full"]
 CSV = "grid.csv"  # in the folder of a grid
@@ -37,11 +46,11 @@ class Grid:
 
     hyperparameter: Literal["prior", "rotation"] = "prior"
     """What varies: prior precision (1e-4 to 1e4, evenly in its logarithm) or rotation range (0 to pi, evenly)."""
-    points: int = 100
+    points: PositiveInt = 100
     """Values on the grid."""
     structures: tuple[Structure, ...] = ("ntk", "blockdiag", "kfac", "diag")
     """Curvature structures; full is the same number as ntk."""
-    subsets: tuple[int, ...] = SUBSETS
+    subsets: NonNegativeInts = SUBSETS
     """Data points S in a block; 0 = all."""
     outputs: tuple[Literal["all", "single"], ...] = ("all", "single")
     """Outputs in a block."""
@@ -58,7 +67,7 @@ class Grid:
     """For single outputs: root of the likelihood's curvature (with all outputs every root gives the same number)."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
-    blocks: int = 0
+    blocks: NonNegativeInt = 0
     """Blocks evaluated of each partition, drawn at random; 0 = all of them, then the mean is the bound itself."""
     exact: bool = True
     """Also evaluate the exact value (all data and outputs in one block), if it fits in memory."""
@@ -72,15 +81,15 @@ class Reference:
     """Take the network of this run folder instead of training one; the settings of its training then do not apply."""
     train_method: Method = "ntk"
     """Method by which its hyperparameters are learned."""
-    train_subset: int = 0
+    train_subset: NonNegativeInt = 0
     """Data points S in a block of that method; 0 = all."""
-    train_outputs: int = 0
+    train_outputs: NonNegativeInt = 0
     """Outputs K in a block of that method; 0 = all."""
-    prior_precision: float = 1.0
+    prior_precision: PositiveFloat = 1.0
     """Initial prior precision, one for all weights."""
-    aug_samples: int = 30
+    aug_samples: PositiveInt = 30
     """Transformed copies A of each input, in training and in the bounds (rotation only)."""
-    aug_init: float = 0.05
+    aug_init: AnyFloat = 0.05
     """Initial ranges of the transformations (rotation only)."""
 
 
@@ -90,7 +99,7 @@ class Place:
 
     FREE: ClassVar = ("device", "threads", "out", "memory_budget", "dry_run")
 
-    seed: int = 711
+    seed: NonNegativeInt = 711
     """Seed of data subset, initial weights, partitions and augmentations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto takes a GPU if there is one."""
@@ -98,11 +107,11 @@ class Place:
     """Number format of the network in training."""
     grid_precision: Literal["float32", "float64"] = "float64"
     """Number format of the network in the bounds; small prior precisions need float64."""
-    threads: int = 1
+    threads: NonNegativeInt = 1
     """CPU threads."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Folder of the trained network and of grid.csv; by default runs/ and a name made of the settings."""
-    memory_budget: float = 0.0
+    memory_budget: Limit = 0.0
     """Gigabytes the evidence may use; 0 = half of what is free."""
     dry_run: bool = False
     """Print the bounds and estimates of their time; nothing is trained or written."""

@@ -46,36 +46,36 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
     """Estimated time of each bound on the whole grid; that of a shared kernel is counted with the
     exact value.
     """
-    prior, c = config.grid.hyperparameter == "prior", reference.data.n_classes
-    speed = Speed.measured(
-        reference.data.x_train, torch.linalg.eigvalsh if prior else torch.linalg.cholesky
-    )
+    prior = config.grid.hyperparameter == "prior"
+    decomposition = torch.linalg.eigvalsh if prior else torch.linalg.cholesky
+    speed = Speed.measured(reference.data.x_train, decomposition)
     share = shares_kernel(reference, bounds)
     passes: dict[tuple, tuple[float, float]] = {}  # per block and per datum
-    found = []
+    seconds_of_bounds = []
     for bound in bounds:
         sizes = sizes_of(reference, bound)
         shared = share and bound.structure in STRUCTURES
         blocks = bound.blocks(reference.data, config.place.seed, config.grid.blocks)
-        cut, mixing = shared and bound != bounds[0], 0.0  # out of the kernel of all rows
-        block = (
-            speed.decompose * sizes.rows**3
-            if cut
-            else speed.algebra(sizes.structure, sizes.rows, sizes.modules)
-        )
-        if shared:
-            block += BLOCK + VALUE * config.grid.points * prior
-            if bound.root != "paper":
-                # whose outputs are mixed once for all blocks
-                data = {tuple(b.index.tolist()) for b in blocks}
-                mixing = len(data) * MIXING * speed.copy * (bound.subset * c) ** 2
-        if not cut:
+        block = speed.algebra(sizes.structure, sizes.rows, sizes.modules)
+        cut = shared and bound != bounds[0]  # out of the kernel of all rows
+        if cut:
+            block = speed.decompose * sizes.rows**3
+        else:
             kind = (bound.structure, bound.outputs, bound.root == "paper")
             if kind not in passes:
                 passes[kind] = _pass_seconds(reference, bound, config)
-            block += passes[kind][0] + passes[kind][1] * bound.subset
-        found.append((len(blocks) * block + mixing) * (1 if prior else config.grid.points))
-    return found
+            per_block, per_datum = passes[kind]
+            block += per_block + per_datum * bound.subset
+        mixing = 0.0
+        if shared:
+            block += BLOCK + VALUE * config.grid.points * prior
+            if bound.root != "paper":  # outputs are mixed once for all blocks of the same data
+                n_data_blocks = len({tuple(b.index.tolist()) for b in blocks})
+                rows = bound.subset * reference.data.n_classes
+                mixing = n_data_blocks * MIXING * speed.copy * rows**2
+        evaluations = 1 if prior else config.grid.points
+        seconds_of_bounds.append((len(blocks) * block + mixing) * evaluations)
+    return seconds_of_bounds
 
 
 def _pass_seconds(reference: Reference, bound: Bound, config: GridConfig) -> tuple[float, float]:
@@ -84,12 +84,14 @@ def _pass_seconds(reference: Reference, bound: Bound, config: GridConfig) -> tup
     """
     values = values_of(config.grid)
     evaluator = Evaluator(reference, config.updated(blocks=1), share=False)
-    few, more = (min(n, reference.data.n_data) for n in (FEW, MORE))
+    few = min(FEW, reference.data.n_data)
+    more = min(MORE, reference.data.n_data)
     chosen = values if config.grid.hyperparameter == "prior" else values[-1:]
 
     def of(n: int) -> float:
         return seconds(lambda: evaluator(replace(bound, subset=n), chosen))
 
-    first, second = of(few), of(more)
+    first = of(few)
+    second = of(more)
     slope = max(0.0, second - first) / max(1, more - few)
     return max(0.0, first - few * slope), slope

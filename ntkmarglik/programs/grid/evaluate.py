@@ -24,14 +24,9 @@ from ntkmarglik.programs.grid.kernel import STRUCTURES, Kernel
 
 def values_of(grid: Grid) -> list[float]:
     """The hyperparameter's values."""
-    if grid.points < 1:
-        raise NtkMarglikError(f"--points must be at least 1, but is {grid.points}.")
-    found = (
-        np.logspace(-4, 4, grid.points)
-        if grid.hyperparameter == "prior"
-        else np.linspace(0, math.pi, grid.points)
-    )
-    return [float(value) for value in found]
+    if grid.hyperparameter == "prior":
+        return np.logspace(-4, 4, grid.points).tolist()
+    return np.linspace(0, math.pi, grid.points).tolist()
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,8 @@ def reference_of(problem: Problem, config: GridConfig) -> Reference:
     augmentation.
     """
     dtype = getattr(torch, config.place.grid_precision)
-    data, old = problem.data, problem.augment
+    data = problem.data
+    old = problem.augment
     data = Dataset(
         data.name, data.x_train.to(dtype), data.y_train, data.x_test, data.y_test, data.n_classes
     )
@@ -104,25 +100,23 @@ class Evaluator:
         blocks = bound.blocks(self.reference.data, self.config.place.seed, self.config.grid.blocks)
         ml = self.reference.marginal_likelihood(bound, self.config.grid.kfac)
         shared = self.share and bound.structure in STRUCTURES
+        means = []
         with torch.no_grad():
             if self.config.grid.hyperparameter == "prior":
-                found = (
-                    self._kernel_at(None).spectra(bound, blocks)
-                    if shared
-                    else [ml.spectrum(*self._data(block)) for block in blocks]
-                )
-                return [
-                    Evidence.mean([spectrum.evidence(value) for spectrum in found])
-                    for value in values
-                ]
-            return [
-                Evidence.mean(
-                    self._kernel_at(value).evidences(bound, blocks)
-                    if shared
-                    else [self._turned(ml, value, block) for block in blocks]
-                )
-                for value in values
-            ]
+                if shared:
+                    spectra = self._kernel_at(None).spectra(bound, blocks)
+                else:
+                    spectra = [ml.spectrum(*self._data(block)) for block in blocks]
+                for value in values:
+                    means.append(Evidence.mean([spectrum.evidence(value) for spectrum in spectra]))
+                return means
+            for value in values:
+                if shared:
+                    evidences = self._kernel_at(value).evidences(bound, blocks)
+                else:
+                    evidences = [self._turned(ml, value, block) for block in blocks]
+                means.append(Evidence.mean(evidences))
+        return means
 
     def _data(self, block: Block) -> tuple[Tensor, Tensor, Block]:
         """Inputs, targets and the block itself, its augmentations prepared."""
@@ -147,12 +141,10 @@ class Evaluator:
             self._kernel = None  # its memory is needed
             if value is not None:
                 self._turn(value)
-            whole = Bound("ntk", self.reference.data.n_data, "all")
+            data = self.reference.data
+            whole = Bound("ntk", data.n_data, "all")
             ml = self.reference.marginal_likelihood(whole, self.config.grid.kfac)
             if self.reference.augment is not None:
-                self.reference.augment.index = torch.arange(self.reference.data.n_data)
-            self._kernel = (
-                value,
-                Kernel.of(ml, self.reference.data.x_train, self.reference.data.y_train),
-            )
+                self.reference.augment.index = torch.arange(data.n_data)
+            self._kernel = (value, Kernel.of(ml, data.x_train, data.y_train))
         return self._kernel[1]

@@ -43,35 +43,40 @@ class Kernel:
         """The blocks as functions of the prior precision, of which K must have been computed with
         1.
         """
-        square = self.ml.prior.scatter(self.ml.prior.squares(self.ml.weights)).detach()
-        return [
-            Spectrum(
-                values, self._log_likelihood(block), square, block.n_blocks, _status(bound, block)
-            )
-            for group, grams in self._grams(bound, blocks)
-            for block, values in zip(group, eigenvalues(grams).clamp_min(0), strict=True)
-        ]
+        square = self._scatter()
+        spectra = []
+        for group, grams in self._grams(bound, blocks):
+            eigenvalues_of_blocks = eigenvalues(grams).clamp_min(0)
+            for block, values in zip(group, eigenvalues_of_blocks, strict=True):
+                log_likelihood = self._log_likelihood(block)
+                status = _status(bound, block)
+                spectra.append(Spectrum(values, log_likelihood, square, block.n_blocks, status))
+        return spectra
 
     def evidences(self, bound: Bound, blocks: list[Block]) -> list[Evidence]:
         """The blocks at the prior of K."""
-        scatter = self.ml.prior.scatter(self.ml.prior.squares(self.ml.weights)).detach()
-        return [
-            Evidence(
-                self._log_likelihood(block),
-                scatter,
-                block.n_blocks * log_det,
-                block.n_blocks,
-                _status(bound, block),
-            )
-            for group, grams in self._grams(bound, blocks)
-            for block, log_det in zip(group, log_det_identity_plus(grams), strict=True)
-        ]
+        scatter = self._scatter()
+        evidences = []
+        for group, grams in self._grams(bound, blocks):
+            for block, log_det in zip(group, log_det_identity_plus(grams), strict=True):
+                evidence = Evidence(
+                    self._log_likelihood(block),
+                    scatter,
+                    block.n_blocks * log_det,
+                    block.n_blocks,
+                    _status(bound, block),
+                )
+                evidences.append(evidence)
+        return evidences
+
+    def _scatter(self) -> Tensor:
+        prior = self.ml.prior
+        return prior.scatter(prior.squares(self.ml.weights)).detach()
 
     def _log_likelihood(self, block: Block) -> Tensor:
-        return (
-            block.n_data_blocks
-            * self.ml.likelihood.log_prob(self.f[block.index].double(), self.y[block.index]).sum()
-        )
+        f = self.f[block.index].double()
+        log_probs = self.ml.likelihood.log_prob(f, self.y[block.index])
+        return block.n_data_blocks * log_probs.sum()
 
     @torch.no_grad()
     def _grams(self, bound: Bound, blocks: list[Block]) -> Iterator[tuple[list[Block], Tensor]]:
@@ -90,14 +95,17 @@ class Kernel:
 
     def _grams_of_data(self, bound: Bound, index: Tensor, columns: Tensor) -> Tensor:
         """Those of blocks of the same data, with the outputs `columns` [blocks, n, K] in them."""
-        likelihood, n_outputs = self.ml.likelihood, self.f.shape[1]
-        f, y = self.f[index].double(), self.y[index]
+        likelihood = self.ml.likelihood
+        n_outputs = self.f.shape[1]
+        f = self.f[index].double()
+        y = self.y[index]
         if bound.root == "paper":
             rows = (index[:, None] * n_outputs + columns).flatten(1)
-            mixings = [likelihood.block_root(f, y, own) for own in columns]
-            return torch.stack(
-                [mixed_gram(self._cut(r), m) for r, m in zip(rows, mixings, strict=True)]
-            )
+            grams = []
+            for rows_of_block, columns_of_block in zip(rows, columns, strict=True):
+                mixing = likelihood.block_root(f, y, columns_of_block)
+                grams.append(mixed_gram(self._cut(rows_of_block), mixing))
+            return torch.stack(grams)
         outputs = torch.arange(n_outputs)
         gram = self._cut((index[:, None] * n_outputs + outputs).flatten())
         if bound.outputs == "all":
@@ -108,12 +116,15 @@ class Kernel:
                 root = contrasts.mT @ likelihood.contrast_root(f, y)
             return mixed_gram(gram, root).unsqueeze(0)
         # the columns of a root, all of them mixed once, are cut out for each block
-        mixed = mixed_gram(gram, likelihood.root(f, y, bound.ml_root, outputs.expand(len(f), -1)))
+        root = likelihood.root(f, y, bound.ml_root, outputs.expand(len(f), -1))
+        mixed = mixed_gram(gram, root)
         rows = (torch.arange(len(f))[:, None] * n_outputs + columns).flatten(1)
         return torch.stack([mixed[r][:, r] for r in rows])
 
     def _cut(self, rows: Tensor) -> Tensor:
-        return (self.gram if len(rows) == len(self.gram) else self.gram[rows][:, rows]).double()
+        if len(rows) == len(self.gram):
+            return self.gram.double()
+        return self.gram[rows][:, rows].double()
 
 
 def _status(bound: Bound, block: Block) -> Status:

@@ -23,6 +23,7 @@ from ntkmarglik.programs.grid.cost import seconds_of, shares_kernel
 from ntkmarglik.programs.grid.evaluate import Evaluator, Reference, reference_of, values_of
 from ntkmarglik.programs.grid.table import Table, row
 from ntkmarglik.runs import checkpoint
+from ntkmarglik.settings import check_numbers
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,13 +34,35 @@ def main(arguments: list[str] | None = None) -> int:
 def run(config: GridConfig) -> Path | None:
     """Evaluate every chosen bound that is not in the csv yet; returns the csv."""
     refuse_several(config.script)
-    values, run_config = values_of(config.grid), config.run_config()
-    if config.grid.blocks < 0:
-        raise NtkMarglikError(f"--blocks must be 0 (all) or more, but is {config.grid.blocks}.")
-    preflight.check_settings(run_config)
+    check_numbers(config)
+    preflight.check_settings(config.run_config())
     state = _checkpoint(config) if config.reference.checkpoint is not None else None
+    data = _data(config)
+    bounds = bounds_of(config.grid, data.n_data)
+    with machine.threads(config.place.threads or 1):
+        problem = _prepared(config, data, state)
+        if config.place.dry_run:
+            _estimate(config, problem, bounds, train_too=state is None)
+            return None
+        reference = reference_of(problem, config)
+        bounds = _fitting(reference, bounds, config)
+        path = config.folder / CSV
+        table = Table.open(path, _command(problem.config), config)  # before anything is trained
+        if state is None:
+            method = METHODS[problem.config.estimator.method](problem)
+            train(problem, method, config.folder / "reference", "reference network")
+            reference = reference_of(problem, config)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        evaluator = Evaluator(reference, config, share=shares_kernel(reference, bounds))
+        _fill(table, evaluator, bounds, config)
+    print(f"{len(table.rows)} rows: {path}")
+    return path
+
+
+def _data(config: GridConfig) -> Dataset:
     settings = config.problem
-    data = load(
+    run_config = config.run_config()
+    return load(
         settings.dataset,
         settings.data_root,
         n_data=settings.n_data,
@@ -47,25 +70,6 @@ def run(config: GridConfig) -> Path | None:
         device=machine.device_of(run_config),
         dtype=machine.dtype_of(run_config),
     )
-    bounds = bounds_of(config.grid, data.n_data)
-    with machine.threads(config.place.threads or 1):
-        if config.place.dry_run:
-            _estimate(config, _prepared(config, data, state), bounds, train_too=state is None)
-            return None
-        problem = _prepared(config, data, state)
-        reference = reference_of(problem, config)
-        bounds = _fitting(reference, bounds, config)
-        path = config.folder / CSV
-        table = Table.open(path, _command(problem.config), config)  # before anything is trained
-        if state is None:
-            method = METHODS[run_config.estimator.method](problem)
-            train(problem, method, config.folder / "reference", "reference network")
-            reference = reference_of(problem, config)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        evaluator = Evaluator(reference, config, share=shares_kernel(reference, bounds))
-        _fill(table, evaluator, bounds, values, config)
-    print(f"{len(table.rows)} rows: {path}")
-    return path
 
 
 def is_complete(config: GridConfig) -> bool:
@@ -77,51 +81,50 @@ def is_complete(config: GridConfig) -> bool:
     path = config.folder / CSV
     if config.reference.checkpoint is not None or not path.exists():
         return False
-    table, values = Table.open(path, _command(config.run_config()), config), values_of(config.grid)
+    table = Table.open(path, _command(config.run_config()), config)
     if not table.rows:
         return False
-    return not any(
-        table.missing(bound, values)
-        for bound in bounds_of(config.grid, int(table.rows[0]["n_data"]))
-    )
+    values = values_of(config.grid)
+    n_data = int(table.rows[0]["n_data"])
+    return not any(table.missing(bound, values) for bound in bounds_of(config.grid, n_data))
 
 
-def _fill(
-    table: Table, evaluator: Evaluator, bounds: list[Bound], values: list[float], config: GridConfig
-) -> None:
+def _fill(table: Table, evaluator: Evaluator, bounds: list[Bound], config: GridConfig) -> None:
     """Evaluate what is missing, and save it as soon as it is known."""
-    name, data = config.grid.hyperparameter, evaluator.reference.data
-    # all values of a prior grid come from the same passes; of another grid, all bounds at a value
-    # share a kernel
-    units = (
-        [(b, values) for b in bounds]
-        if name == "prior"
-        else [(b, [v]) for v in values for b in bounds]
-    )
-    with tqdm(
-        total=len(bounds) * len(values), unit="value", disable=not sys.stderr.isatty()
-    ) as bar:
-        for bound, own in units:
+    hyperparameter = config.grid.hyperparameter
+    data = evaluator.reference.data
+    total = len(bounds) * config.grid.points
+    with tqdm(total=total, unit="value", disable=not sys.stderr.isatty()) as bar:
+        for bound, values in _portions(bounds, config):
             bar.set_description(str(bound))
-            missing = table.missing(bound, own)
+            missing = table.missing(bound, values)
             if missing:
                 used = len(bound.blocks(data, config.place.seed, config.grid.blocks))
-                found = evaluator(bound, missing)
-                table.add(
-                    [
-                        row(name, v, bound, e, data.n_data, used)
-                        for v, e in zip(missing, found, strict=True)
-                    ]
-                )
-            bar.update(len(own))
+                rows = []
+                for value, evidence in zip(missing, evaluator(bound, missing), strict=True):
+                    rows.append(row(hyperparameter, value, bound, evidence, data.n_data, used))
+                table.add(rows)
+            bar.update(len(values))
+
+
+def _portions(bounds: list[Bound], config: GridConfig) -> list[tuple[Bound, list[float]]]:
+    """The bounds and values that are evaluated at once, in the order that shares the most work."""
+    values = values_of(config.grid)
+    if config.grid.hyperparameter == "prior":  # all values come from the same passes
+        return [(bound, values) for bound in bounds]
+    # all bounds at a value share a kernel
+    return [(bound, [value]) for value in values for bound in bounds]
 
 
 def _prepared(config: GridConfig, data: Dataset, state: dict | None) -> Problem:
     """The problem with untrained weights, or with those of a checkpoint."""
     if state is None:
         return prepare(config.run_config(), data)
-    known = {name: value for name, value in state["settings"].items() if name in Config().flat()}
-    problem = prepare(Config().updated(**{**known, "device": config.place.device}), data)
+    defaults = Config()
+    names = defaults.flat()
+    known = {name: value for name, value in state["settings"].items() if name in names}
+    run_config = defaults.updated(**known).updated(device=config.place.device)
+    problem = prepare(run_config, data)
     problem.model.load_state_dict(state["model"])
     problem.prior.load_state_dict(state["prior"])
     if problem.augment is not None:
@@ -131,50 +134,53 @@ def _prepared(config: GridConfig, data: Dataset, state: dict | None) -> Problem:
 
 def _checkpoint(config: GridConfig) -> dict:
     """The state of a finished run whose problem is the one asked for."""
-    given = config.reference.checkpoint
-    assert given is not None
-    path = given / "checkpoint.pt" if given.is_dir() else given
+    source = config.reference.checkpoint
+    assert source is not None
+    path = source / "checkpoint.pt" if source.is_dir() else source
     if not path.exists():
         raise NtkMarglikError(
-            f"--checkpoint {given}: there is no {path}; give the folder of a finished run."
+            f"--checkpoint {source}: there is no {path}; give the folder of a finished run."
         )
     state = checkpoint.load(path)
     settings = state["settings"]
     if state["epoch"] < settings["epochs"]:
         raise NtkMarglikError(
-            f"The run in {given} stopped after epoch {state['epoch']} of {settings['epochs']}; "
+            f"The run in {source} stopped after epoch {state['epoch']} of {settings['epochs']}; "
             "finish it with --resume."
         )
+    asked = config.flat()
     for name in ("dataset", "n_data", "model", "depth", "width", "seed", "precision"):
-        if settings[name] != config.flat()[name]:
+        if settings[name] != asked[name]:
             flag = name.replace("_", "-")
             raise NtkMarglikError(
-                f"The network of {given} has {flag} {settings[name]}, but {config.flat()[name]} "
-                f"is asked for; add --{flag} {settings[name]}."
+                f"The network of {source} has {flag} {settings[name]}, but {asked[name]} is asked "
+                f"for; add --{flag} {settings[name]}."
             )
     return state
 
 
 def _command(config: Config) -> str:
     """The command that trains the network."""
-    defaults, place = Config().flat(), {*Config().free(), "eval_every"}
-    return (
-        Config().updated(**{**config.flat(), **{name: defaults[name] for name in place}}).command()
-    )
+    defaults = Config()
+    values = defaults.flat()
+    place = {*defaults.free(), "eval_every"}
+    portable = config.updated(**{name: values[name] for name in place})
+    return portable.command()
 
 
 def _fitting(reference: Reference, bounds: list[Bound], config: GridConfig) -> list[Bound]:
     """The bounds, without the exact value if its matrices do not fit in memory; others have to
     fit.
     """
-    budget, exact = preflight.memory_budget(config.run_config()), exact_bound(reference.data.n_data)
-    found = []
+    budget = preflight.memory_budget(config.run_config())
+    exact = exact_bound(reference.data.n_data)
+    example = reference.data.x_train[:1]
+    fitting = []
     for bound in bounds:
-        needed = reference.marginal_likelihood(bound, config.grid.kfac).memory(
-            reference.data.x_train[:1], bound.subset
-        )
+        ml = reference.marginal_likelihood(bound, config.grid.kfac)
+        needed = ml.memory(example, bound.subset)
         if needed <= budget:
-            found.append(bound)
+            fitting.append(bound)
             continue
         why = (
             f"{bound} needs about {needed / 1e9:.2g} GB, and {budget / 1e9:.2g} GB may be used "
@@ -183,28 +189,23 @@ def _fitting(reference: Reference, bounds: list[Bound], config: GridConfig) -> l
         if bound != exact:
             raise NtkMarglikError(f"{why}; leave S = {bound.subset} out of --subsets.")
         print(f"the exact value is left out: {why}", file=sys.stderr)
-    return found
+    return fitting
 
 
 def _estimate(
     config: GridConfig, problem: Problem, bounds: list[Bound], *, train_too: bool
 ) -> None:
     """Print what would be done and how long it would take."""
-    print(
-        yaml.safe_dump(
-            {k: list(v) if isinstance(v, tuple) else v for k, v in config.flat().items()},
-            sort_keys=False,
-        )
-    )
+    settings = config.flat()
+    for name, value in settings.items():
+        settings[name] = list(value) if isinstance(value, tuple) else value
+    print(yaml.safe_dump(settings, sort_keys=False))
     if train_too:
         run_config = problem.config
         method = METHODS[run_config.estimator.method](problem)
-        print(
-            "network:\n"
-            + preflight.report(
-                run_config, preflight.check_sizes(run_config, problem), problem, method
-            )
-        )
+        sizes = preflight.check_sizes(run_config, problem)
+        print("network:")
+        print(preflight.report(run_config, sizes, problem, method))
     reference = reference_of(problem, config)
     bounds = _fitting(reference, bounds, config)
     seconds = seconds_of(reference, bounds, config)

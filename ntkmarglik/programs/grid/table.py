@@ -66,13 +66,16 @@ class Table:
                     raise NtkMarglikError(
                         f"{other} There --{name.replace('_', '-')} is {stored[name]}, here {value}."
                     )
-        return cls(path, [*commands, *([] if bounds in commands else [bounds])], rows)
+        if bounds not in commands:
+            commands.append(bounds)
+        return cls(path, commands, rows)
 
     def missing(self, bound: Bound, values: Iterable[float]) -> list[float]:
         """Values of the grid at which a bound has not been evaluated."""
-        own = {name: str(value) for name, value in asdict(bound).items()}
-        there = {row["value"] for row in self.rows if all(row[name] == own[name] for name in BOUND)}
-        return [value for value in values if written(value) not in there]
+        cells = {name: str(value) for name, value in asdict(bound).items()}
+        rows = [row for row in self.rows if all(row[name] == cells[name] for name in BOUND)]
+        present = {row["value"] for row in rows}
+        return [value for value in values if written(value) not in present]
 
     def add(self, rows: list[Row]) -> None:
         """Add rows; whatever happens, the file has all of them or none."""
@@ -121,12 +124,12 @@ def read(path: Path) -> tuple[list[str], list[Row]]:
             f"{path} cannot be read ({error.strerror}); bound_grid.py makes such files."
         ) from error
     commands = [line for line in lines if line.startswith("#")]
-    found = csv.DictReader(line for line in lines if not line.startswith("#"))
-    if tuple(found.fieldnames or ()) != COLUMNS:
+    reader = csv.DictReader(line for line in lines if not line.startswith("#"))
+    if tuple(reader.fieldnames or ()) != COLUMNS:
         raise NtkMarglikError(
-            f"{path} is not a file of bound_grid.py: its columns are {found.fieldnames}."
+            f"{path} is not a file of bound_grid.py: its columns are {reader.fieldnames}."
         )
-    return commands, list(found)
+    return commands, list(reader)
 
 
 def written(value: float) -> str:
@@ -136,7 +139,7 @@ def written(value: float) -> str:
 
 def portable(config: GridConfig) -> GridConfig:
     """The settings without those of this machine."""
-    given = config.reference.checkpoint
+    checkpoint_path = config.reference.checkpoint
     defaults = GridConfig()
     return config.updated(
         data_root=defaults.problem.data_root,
@@ -144,5 +147,5 @@ def portable(config: GridConfig) -> GridConfig:
         memory_budget=0.0,
         threads=1,
         dry_run=False,
-        checkpoint=None if given is None else Path(given.name),
+        checkpoint=None if checkpoint_path is None else Path(checkpoint_path.name),
     )

@@ -33,27 +33,21 @@ def table(sweep: Sweep) -> Table:
         for entry in sweep.entries
         if entry.status == "queued" and (entry.ticket or entry.failures)
     ]
-    found = Table(title=heading(sweep), title_justify="left", expand=True)
-    for name, ratio in (
-        ("line", None),
-        ("folder", 2),
-        ("state", None),
-        ("job", None),
-        ("latest", 3),
-    ):
-        found.add_column(name, ratio=ratio, overflow="fold", no_wrap=ratio is None)
+    board = Table(title=heading(sweep), title_justify="left", expand=True)
+    widths = {"line": None, "folder": 2, "state": None, "job": None, "latest": 3}
+    for name, ratio in widths.items():
+        board.add_column(name, ratio=ratio, overflow="fold", no_wrap=ratio is None)
     for entry in shown[:ROWS]:
-        state = entry.status + (
-            f", try {entry.failures + 1}" if entry.failures and entry.status != "failed" else ""
-        )
+        state: str = entry.status
+        if entry.failures and entry.status != "failed":
+            state += f", try {entry.failures + 1}"
         latest = entry.task.progress() if entry.status == "running" else entry.note
         job = entry.ticket.id if entry.ticket else ""
-        found.add_row(
-            str(entry.task.number), Text(str(entry.task.folder)), state, job, Text(latest)
-        )
+        folder = Text(str(entry.task.folder))
+        board.add_row(str(entry.task.number), folder, state, job, Text(latest))
     if len(shown) > ROWS:
-        found.caption = f"and {len(shown) - ROWS} more"
-    return found
+        board.caption = f"and {len(shown) - ROWS} more"
+    return board
 
 
 class Board:

@@ -179,16 +179,17 @@ def _shielded(log: Path) -> Iterator[None]:
     It ignores Ctrl-C and hang-ups (ignored signals stay so in a new program), and what it says goes
     to a file.
     """
-    numbers, streams = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP), (1, 2)
+    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    streams = (1, 2)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    kept = {stream: os.dup(stream) for stream in streams}
+    copies = {stream: os.dup(stream) for stream in streams}
     try:
         with log.open("w") as file:
             for stream in streams:
                 os.dup2(file.fileno(), stream)
         yield
     finally:
-        for stream, copy in kept.items():
+        for stream, copy in copies.items():
             os.dup2(copy, stream)
             os.close(copy)
         for number, handler in handlers.items():

@@ -22,7 +22,7 @@ from ntkmarglik.programs.grid.table import read as read_grid
 from ntkmarglik.programs.launch import processes
 from ntkmarglik.programs.launch.job import Job
 from ntkmarglik.runs.folder import folder_of, read_metrics, read_summary
-from ntkmarglik.settings import S
+from ntkmarglik.settings import S, check_numbers
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ class GridLine:
         """Refuse what cannot run, or would be put among other results."""
         if self.config.place.dry_run:
             raise NtkMarglikError("--dry-run makes no grid; leave it out.")
+        check_numbers(self.config)
         check_settings(self.config.run_config().updated(device="cpu"))
         self.finished()
 

@@ -21,23 +21,22 @@ def checked(options: Sequence[str]) -> tuple[str, ...]:
     """
     from torch.distributed.run import get_args_parser
 
-    parser, said = get_args_parser(), io.StringIO()
+    parser = get_args_parser()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            given = parser.parse_args([*options, Config.script])
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            settings = parser.parse_args([*options, Config.script])
     except SystemExit:
-        reason = said.getvalue().strip().rpartition("error: ")[2] or "--help makes no run"
+        reason = errors.getvalue().strip().rpartition("error: ")[2] or "--help makes no run"
         raise NtkMarglikError(f"torchrun refuses its options: {reason}.") from None
-    if given.training_script != Config.script or given.module or given.no_python:
+    if settings.training_script != Config.script or settings.module or settings.no_python:
         raise NtkMarglikError(
             f"a line is `torchrun ... {Config.script} ...`, without -m or --no-python."
         )
-    meets = any(getattr(given, name) != parser.get_default(name) for name in MEETING)
-    return (
-        tuple(options)
-        if meets or given.nnodes != parser.get_default("nnodes")
-        else ("--standalone", *options)
-    )
+    for name in (*MEETING, "nnodes"):
+        if getattr(settings, name) != parser.get_default(name):
+            return tuple(options)
+    return ("--standalone", *options)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import submitit
 
@@ -91,8 +91,10 @@ class Sweep:
 
     def counts(self) -> dict[Status, int]:
         """How many lines are in which state."""
-        states: tuple[Status, ...] = ("queued", "running", "done", "failed")
-        return {status: sum(entry.status == status for entry in self.entries) for status in states}
+        numbers: dict[Status, int] = {"queued": 0, "running": 0, "done": 0, "failed": 0}
+        for entry in self.entries:
+            numbers[entry.status] += 1
+        return numbers
 
     def step(self) -> list[str]:
         """Look after all jobs and submit what can be; returns what has changed, in words."""
@@ -100,14 +102,13 @@ class Sweep:
 
     def stop(self) -> int:
         """End the jobs; returns how many there were."""
-        tickets = [
-            *(entry.ticket for entry in self.entries if entry.ticket is not None),
-            *self.removed.values(),
-        ]
+        tickets = [entry.ticket for entry in self.entries if entry.ticket is not None]
+        tickets.extend(self.removed.values())
         for ticket in tickets:
             self.executor.stop(ticket)
         for entry in self.entries:
-            entry.ticket = entry.job = None
+            entry.ticket = None
+            entry.job = None
         self.removed = {}
         self._save()
         return len(tickets)
@@ -116,10 +117,12 @@ class Sweep:
         for entry in self.entries:
             if entry.ticket is None:
                 continue
-            job = entry.job = entry.job or self.executor.attach(entry.ticket)
+            job = entry.job or self.executor.attach(entry.ticket)
+            entry.job = job
             status = self.executor.status(job)
             if status == "ended":
-                entry.ticket = entry.job = None
+                entry.ticket = None
+                entry.job = None
                 yield self._ended(entry, job)
                 self._save()
             elif status != entry.status:
@@ -129,7 +132,8 @@ class Sweep:
     def _ended(self, entry: Entry, job: submitit.Job[int]) -> str:
         reason, again = self.executor.failure(job)
         if not reason or entry.task.finished():
-            entry.status, entry.note = "done", ""
+            entry.status = "done"
+            entry.note = ""
             return f"{entry}: done"
         entry.failures += again != "free"
         entry.note = f"{reason} (log: {job.paths.stderr})"
@@ -166,25 +170,21 @@ class Sweep:
             for entry, ticket in zip(batch, tickets, strict=True):
                 entry.ticket = ticket
             self._save()
-            yield from (
-                f"{entry}: submitted (job {ticket.id})"
-                for entry, ticket in zip(batch, tickets, strict=True)
-            )
+            for entry, ticket in zip(batch, tickets, strict=True):
+                yield f"{entry}: submitted (job {ticket.id})"
 
     def _save(self) -> None:
-        kept = {command: (0, ticket) for command, ticket in self.removed.items()} | {
-            entry.task.command: (entry.failures, entry.ticket)
-            for entry in self.entries
-            if entry.ticket or (entry.failures and entry.status != "done")
-        }
-        lines = {
-            command: {"failures": n, "ticket": ticket and asdict(ticket)}
-            for command, (n, ticket) in kept.items()
-        }
+        lines: dict[str, dict[str, Any]] = {}
+        for command, ticket in self.removed.items():
+            lines[command] = {"failures": 0, "ticket": asdict(ticket)}
+        for entry in self.entries:
+            unfinished = entry.failures and entry.status != "done"
+            if entry.ticket or unfinished:
+                stored = None if entry.ticket is None else asdict(entry.ticket)
+                lines[entry.task.command] = {"failures": entry.failures, "ticket": stored}
         state = {"executor": self.executor.name, "place": str(Path.cwd()), "lines": lines}
-        checkpoint.replace(
-            self.folder / "state.json", (json.dumps(state, indent=1) + "\n").encode()
-        )
+        text = json.dumps(state, indent=1) + "\n"
+        checkpoint.replace(self.folder / "state.json", text.encode())
 
     def _recall(self) -> None:
         """Take over the jobs of the launcher before; what it gave up has all its tries again."""

@@ -1,0 +1,171 @@
+"""What every resumable run has in common, with a run that only counts."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.runs import resumable
+from ntkmarglik.runs.folder import RunFolder, read_metrics, read_summary
+from ntkmarglik.runs.resumable import how_to_continue, resumable_run
+from ntkmarglik.settings import Settings
+
+
+@dataclass(frozen=True)
+class Counting:
+    goal: int = 4
+    wandb: bool = False
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class CountingConfig(Settings):
+    script = "count.py"
+
+    counting: Counting = field(default_factory=Counting)
+
+
+class Counter:
+    """Counts to its goal; `fails_at` interrupts it after a count, once its checkpoint is there."""
+
+    unit = "count"
+    ranks = None
+
+    def __init__(self, goal=4, fails_at=0):
+        self.config = CountingConfig(Counting(goal))
+        self.position = 0
+        self.total = goal
+        self.fails_at = fails_at
+
+    @property
+    def place(self):
+        return f"count {self.position}"
+
+    @property
+    def finished(self):
+        return self.position == self.total
+
+    def restore(self, state):
+        self.config.refuse_other(state["settings"])
+        self.position = state["position"]
+
+    def run(self, folder, progress=None):
+        while not self.finished:
+            self.position += 1
+            folder.log({"count": self.position, "loss": 1 / self.position})
+            folder.save({"position": self.position, "settings": self.config.flat()})
+            progress({"loss": 1 / self.position})
+            if self.position == self.fails_at:
+                raise KeyboardInterrupt
+
+
+def summarise(counter):
+    return {"counted": counter.position}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """The summaries with which folders were closed."""
+    summaries = []
+    monkeypatch.setattr(RunFolder, "close", lambda self, summary: summaries.append(summary))
+    return summaries
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+LINES = [{"count": n, "loss": 1 / n} for n in (1, 2, 3, 4)]
+
+
+def test_a_fresh_run_goes_to_its_end_and_says_nothing(path, closed, capsys):
+    assert resumable_run(Counter(), summarise, path, resume=False) == (LINES, {"counted": 4})
+    assert read_metrics(path) == LINES and read_summary(path) == {"counted": 4}
+    assert closed == [{"counted": 4}]
+    assert capsys.readouterr().err == ""
+
+
+def test_resuming_where_there_is_no_checkpoint_starts_and_says_so(path, capsys):
+    resumable_run(Counter(), summarise, path, resume=True, label="counting")
+    message = f"counting: there is no checkpoint in {path} yet, starting from the first count\n"
+    assert capsys.readouterr().err == message
+
+
+def test_an_interrupted_run_closes_its_folder_and_is_continued(path, closed, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        resumable_run(Counter(fails_at=2), summarise, path, resume=False)
+    assert closed == [{}] and read_summary(path) is None
+    counter = Counter()
+    assert resumable_run(counter, summarise, path, resume=True) == (LINES, {"counted": 4})
+    assert capsys.readouterr().err == "continuing after count 2\n"
+    assert read_metrics(path) == LINES
+
+
+def test_a_finished_run_is_read_from_its_folder(path, monkeypatch, capsys):
+    resumable_run(Counter(), summarise, path, resume=False)
+    (path / "summary.json").write_text(json.dumps({"counted": "as it was written"}))
+    before = contents(path)
+    monkeypatch.setattr(Counter, "run", lambda *_: pytest.fail("a finished run was run again"))
+    results = resumable_run(Counter(), summarise, path, resume=True)
+    assert results == (LINES, {"counted": "as it was written"})
+    assert contents(path) == before and capsys.readouterr().err == ""
+
+
+def test_a_run_that_lacks_only_its_summary_gets_it(path):
+    resumable_run(Counter(), summarise, path, resume=False)
+    (path / "summary.json").unlink()
+    assert resumable_run(Counter(), summarise, path, resume=True) == (LINES, {"counted": 4})
+
+
+def test_a_finished_run_without_its_checkpoint_is_refused(path):
+    resumable_run(Counter(), summarise, path, resume=False)
+    (path / "checkpoint.pt").unlink()
+    before = contents(path)
+    with pytest.raises(NtkMarglikError, match="finished run without its checkpoint"):
+        resumable_run(Counter(), summarise, path, resume=True)
+    assert contents(path) == before
+
+
+def test_a_folder_that_holds_a_run_is_refused_without_resume(path):
+    resumable_run(Counter(), summarise, path, resume=False)
+    before = contents(path)
+    with pytest.raises(NtkMarglikError, match="already holds a run"):
+        resumable_run(Counter(), summarise, path, resume=False)
+    assert contents(path) == before
+
+
+def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_written(path):
+    with pytest.raises(KeyboardInterrupt):
+        resumable_run(Counter(fails_at=2), summarise, path, resume=False)
+    before = contents(path)
+    with pytest.raises(NtkMarglikError, match="goal = 4"):
+        resumable_run(Counter(goal=9), summarise, path, resume=True)
+    assert contents(path) == before
+
+
+def test_an_interrupt_tells_how_to_continue(path, capsys):
+    with pytest.raises(KeyboardInterrupt), how_to_continue(path):
+        raise KeyboardInterrupt
+    message = f"the same command with --resume --out {path} continues this run\n"
+    assert capsys.readouterr().err == message
+    with pytest.raises(NtkMarglikError), how_to_continue(path):
+        raise NtkMarglikError("something to mend first")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_bar_shows_the_whole_run_its_part_and_its_numbers(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    counter = Counter()
+    counter.position = 1
+    with resumable._progress_bar(counter, "counting") as progress:
+        progress({"loss": 0.5, "log_marglik": -2.0})
+        progress({"loss": 0.25}, "second part")
+    shown = capsys.readouterr().err.rpartition("\r")[2]
+    assert shown.startswith("second part:") and "3/4" in shown
+    assert "loss=0.2500" in shown and "evidence=-2.0000" in shown
