@@ -7,7 +7,14 @@ from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.structure import STRUCTURES, Structure, guarantee_of, parts_of
 from asdl_marglik.curvature.term import Settled, Term
 from asdl_marglik.errors import CurvatureError, PrecisionLost
-from asdl_marglik.linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
+from asdl_marglik.linalg import (
+    Conditioning,
+    eigen_root,
+    eigenvalues,
+    log_det_identity_plus,
+    pivot_order,
+    psd_sqrt,
+)
 from asdl_marglik.passes.forward import Chunk
 from asdl_marglik.passes.memory import Arrangement, arrange, free_memory, largest_fitting
 from asdl_marglik.passes.root_rows import RootRows, Selection
@@ -45,6 +52,7 @@ __all__ = [
     "Batch",
     "Call",
     "Chunk",
+    "Conditioning",
     "CurvatureError",
     "FastPaths",
     "Groups",
@@ -82,6 +90,7 @@ __all__ = [
     "matches",
     "mixed_gram",
     "parts_of",
+    "pivot_order",
     "psd_sqrt",
     "register",
     "run",

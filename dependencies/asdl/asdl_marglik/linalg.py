@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,20 +36,55 @@ COLUMNS = 2**22  # rows are taken to float64 in pieces of so many numbers (32 me
 MANY_ROWS = 128  # from here on half a product is faster than a whole one
 
 
-def log_det_factor(identity_plus: Tensor, *, coarse: bool = False) -> tuple[Tensor, Tensor, bool]:
-    """log|M| of M = I + K, a Cholesky factor of M or its inverse, and whether it is the factor.
+@dataclass(frozen=True)
+class Conditioning:
+    """Rows of a matrix M of which the first u count once, and the others m times, given the first.
 
-    The last two are what `inverse_of` takes.
+        log|M_U| + m log|M / M_U|  =  m log|M| + (1 - m) log|M_U|
+
+    M / M_U is the Schur complement. With the Cholesky factor L of M it is one sum over pivots,
+    2 log L_ii, with the weights 1 and m.
+
+    Args:
+        n_inducing: u.
+        weight: m.
+    """
+
+    n_inducing: int
+    weight: float
+
+    def sum(self, log_pivots: Tensor) -> Tensor:
+        """The conditioned log-determinant, from the logarithms [..., n] of all pivots."""
+        first = log_pivots[..., : self.n_inducing].sum(-1)
+        others = log_pivots[..., self.n_inducing :].sum(-1)
+        return first + self.weight * others
+
+    def combine_(self, whole: Tensor, inducing: Tensor) -> Tensor:
+        """m M^-1 + (1 - m) M_U^-1, its derivative, written to M^-1 [n, n]; M_U^-1 is [u, u]."""
+        u = self.n_inducing
+        whole *= self.weight
+        whole[:u, :u] += (1 - self.weight) * inducing
+        return whole
+
+
+def log_det_factor(
+    identity_plus: Tensor, *, coarse: bool = False, conditioning: Conditioning | None = None
+) -> tuple[Tensor, Tensor, bool]:
+    """log|M| of M = I + K, a Cholesky factor of M or the derivative, and whether it is the factor.
+
+    The last two are what `derivative_of` takes.
 
     Args:
         identity_plus: M [..., n, n] in float64, of which the lower triangle is read.
         coarse: K was computed in lower precision; then too large an error is a `PrecisionLost`,
             else a warning.
+        conditioning: of the rows of one M [n, n].
     """
     factor, info = torch.linalg.cholesky_ex(identity_plus)
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
     if not info.any() and pivots.amin() >= 1 - ROUNDING:
-        return pivots.log().sum(-1), factor, True
+        logs = pivots.log()
+        return logs.sum(-1) if conditioning is None else conditioning.sum(logs), factor, True
     if not identity_plus.isfinite().all():
         raise CurvatureError(
             "the kernel contains NaN or infinity; check inputs and weights for such values"
@@ -62,44 +98,78 @@ def log_det_factor(identity_plus: Tensor, *, coarse: bool = False) -> tuple[Tens
         RuntimeWarning,
         stacklevel=2,
     )
+    value, inverse = _by_eigenvalues(identity_plus)
+    if conditioning is None:
+        return value, inverse, False
+    u, m = conditioning.n_inducing, conditioning.weight
+    first, first_inverse = _by_eigenvalues(identity_plus[:u, :u])
+    return m * value + (1 - m) * first, conditioning.combine_(inverse, first_inverse), False
+
+
+def _by_eigenvalues(identity_plus: Tensor) -> tuple[Tensor, Tensor]:
+    """log|M| and M^-1 of M = I + K that rounding has made indefinite."""
     values, vectors = torch.linalg.eigh(identity_plus)
     values = values.clamp_min(1.0)  # their true range
     inverse = (vectors / values.unsqueeze(-2)) @ vectors.mT
-    return values.log().sum(-1), inverse, False
+    return values.log().sum(-1), inverse
 
 
-def inverse_of(saved: Tensor, is_factor: bool) -> Tensor:
-    """M^-1 from what `log_det_factor` returned.
+def derivative_of(
+    saved: Tensor, is_factor: bool, conditioning: Conditioning | None = None
+) -> Tensor:
+    """The derivative M^-1 of log|M|, from what `log_det_factor` returned.
 
     Args:
-        saved: a Cholesky factor of M, or M^-1 [..., n, n].
+        saved: a Cholesky factor of M, or the derivative [..., n, n].
         is_factor: which of the two.
+        conditioning: as it was there.
     """
-    return torch.cholesky_inverse(saved) if is_factor else saved
+    if not is_factor:
+        return saved
+    inverse = torch.cholesky_inverse(saved)
+    return inverse if conditioning is None else _conditioned(inverse, saved, conditioning)
+
+
+def _conditioned(inverse: Tensor, factor: Tensor, conditioning: Conditioning) -> Tensor:
+    u = conditioning.n_inducing
+    first = factor[:u, :u]
+    return conditioning.combine_(inverse, torch.cholesky_inverse(first) if u else first)
 
 
 class _LogDetIdentityPlus(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, coarse: bool) -> Tensor:
+    def forward(
+        ctx: Any, matrix: Tensor, coarse: bool, conditioning: Conditioning | None
+    ) -> Tensor:
         identity_plus = matrix.to(torch.float64, copy=True)
         identity_plus = (identity_plus + identity_plus.mT).div_(2)
         identity_plus.diagonal(dim1=-2, dim2=-1).add_(1)
-        value, saved, ctx.is_factor = log_det_factor(identity_plus, coarse=coarse)
-        if coarse and ctx.is_factor and ctx.needs_input_grad[0]:
-            saved, ctx.is_factor = _inverse_if_in_doubt(saved, identity_plus)
+        value, saved, is_factor = log_det_factor(
+            identity_plus, coarse=coarse, conditioning=conditioning
+        )
+        if coarse and is_factor and ctx.needs_input_grad[0]:
+            inverse = _inverse_if_in_doubt(saved, identity_plus)
+            if inverse is not None:
+                is_factor = False
+                if conditioning is not None:
+                    inverse = _conditioned(inverse, saved, conditioning)
+                saved = inverse
         ctx.save_for_backward(saved)
+        ctx.is_factor = is_factor
+        ctx.conditioning = conditioning
         ctx.dtype = matrix.dtype
         return value
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         (saved,) = ctx.saved_tensors
-        matrix_bar = cotangents[0][..., None, None] * inverse_of(saved, ctx.is_factor)
-        return matrix_bar.to(ctx.dtype), None
+        derivative = derivative_of(saved, ctx.is_factor, ctx.conditioning)
+        matrix_bar = cotangents[0][..., None, None] * derivative
+        return matrix_bar.to(ctx.dtype), None, None
 
 
-def _inverse_if_in_doubt(factor: Tensor, identity_plus: Tensor) -> tuple[Tensor, bool]:
-    """The factor of M = I + K, or M^-1 where the derivative had to be checked; and which.
+def _inverse_if_in_doubt(factor: Tensor, identity_plus: Tensor) -> Tensor | None:
+    """M^-1 of M = I + K where the derivative had to be checked, else None.
 
     Cotangents of rows V with K = V V^T are M^-1 V, of squared size tr M^-1 - |M^-1|^2. In float32
     they are off by about eps |M^-1| |V| / sqrt(n), which is no small part of them if all that K
@@ -107,7 +177,7 @@ def _inverse_if_in_doubt(factor: Tensor, identity_plus: Tensor) -> tuple[Tensor,
     """
     eps = torch.finfo(torch.float32).eps
     if factor.diagonal(dim1=-2, dim2=-1).amax().square() <= ROUNDING / eps:
-        return factor, True
+        return None
     inverse = torch.cholesky_inverse(factor)
     n = len(inverse)
     square = inverse.square().sum()
@@ -116,18 +186,46 @@ def _inverse_if_in_doubt(factor: Tensor, identity_plus: Tensor) -> tuple[Tensor,
     signal = inverse.diagonal().sum() - square
     if noise > ROUNDING**2 * signal:
         raise PrecisionLost
-    return inverse, False
+    return inverse
 
 
-def log_det_identity_plus(matrix: Tensor, *, coarse: bool = False) -> Tensor:
+def log_det_identity_plus(
+    matrix: Tensor, *, coarse: bool = False, conditioning: Conditioning | None = None
+) -> Tensor:
     """log|I + K| in float64; its derivative is (I + K)^-1.
 
     Args:
         matrix: symmetric positive semi-definite K [..., n, n].
         coarse: K was computed in lower precision: a `PrecisionLost` is raised where that is not
             enough, so that the caller computes it again in float64.
+        conditioning: of the rows of one K [n, n]; then the conditioned log-determinant.
     """
-    return _LogDetIdentityPlus.apply(matrix, coarse)
+    return _LogDetIdentityPlus.apply(matrix, coarse, conditioning)
+
+
+def pivot_order(matrix: Tensor, count: int) -> Tensor:
+    """The rows of a positive definite matrix by conditional variance, largest first [count].
+
+    Pivoted Cholesky: each row is the one of largest variance given those before it.
+
+    Args:
+        matrix: [n, n] in float64.
+        count: how many rows.
+    """
+    n = len(matrix)
+    variance = matrix.diagonal().clone()
+    factor = matrix.new_zeros(count, n)  # L^T, by rows
+    order = torch.empty(count, dtype=torch.long, device=matrix.device)
+    for step in range(count):
+        pivot = int(variance.argmax())
+        order[step] = pivot
+        known = factor[:step]
+        row = matrix[pivot] - known[:, pivot] @ known
+        row /= variance[pivot].sqrt()
+        factor[step] = row
+        variance -= row.square()
+        variance[pivot] = -torch.inf
+    return order
 
 
 def is_coarse(statistic: Tensor) -> bool:

@@ -8,6 +8,7 @@ from laplace_marglik.evidence.by_blocks import evidence_by_blocks
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_marglik.evidence.spectrum import SpectralMarginalLikelihood, Spectrum
+from laplace_marglik.inducing import InducingPartition
 from laplace_marglik.likelihood import (
     Bernoulli,
     Categorical,
@@ -43,6 +44,7 @@ __all__ = [
     "Gaussian",
     "GaussianPrior",
     "HeteroscedasticGaussian",
+    "InducingPartition",
     "Likelihood",
     "LowRankCovariance",
     "MarginalLikelihood",

@@ -18,22 +18,57 @@ from laplace_marglik.errors import MarglikError
 
 @dataclass(frozen=True)
 class Block:
-    """Some data points and root columns, and how many such groups of each the partition has."""
+    """Some rows (data point, root column), and how many such blocks the partition has.
 
-    index: Tensor  # [S] data points
-    columns: Tensor  # [S, K] root columns of each
-    n_data_blocks: int
-    n_column_blocks: int
-    n_data: int  # that the partition is of
+    Args:
+        index: data points [S] of the block; its x and y are those of the data set at `index`.
+        columns: root columns of each [S, K]; of a conditioned block those of each row [s, 1].
+        n_data_blocks: how many such sets of data points there are.
+        n_column_blocks: how many such sets of columns.
+        n_data: data points that the partition is of.
+        n_outputs: outputs that the partition is of.
+        rows: of a conditioned block, (position in index, column) of each row [s, 2], the inducing
+            rows first.
+        n_inducing: how many rows of a conditioned block are inducing rows.
+        n_columns: root columns that rows are drawn from, where these are fewer than the outputs.
+    """
+
+    index: Tensor
+    columns: Tensor
+    n_data_blocks: float
+    n_column_blocks: float
+    n_data: int
     n_outputs: int
+    rows: Tensor | None = None
+    n_inducing: int = 0
+    n_columns: int | None = None
 
     @property
-    def n_blocks(self) -> int:
+    def n_blocks(self) -> float:
         return self.n_data_blocks * self.n_column_blocks
 
+    @property
+    def weight(self) -> float:
+        """How often rows that are not inducing count: (all rows - u) / (rows of the block - u)."""
+        return self.n_blocks
+
+    @property
+    def inducing_rows(self) -> Tensor:
+        """(number of the datum, column) of each inducing row [u, 2]."""
+        return self.numbered_rows()[: self.n_inducing]
+
+    def numbered_rows(self) -> Tensor:
+        """(number of the datum, column) of each row of a conditioned block [s, 2]."""
+        assert self.rows is not None
+        return torch.stack([self.index[self.rows[:, 0]], self.rows[:, 1]], 1)
+
     def check(self, n: int, n_data: int, n_outputs: int) -> None:
-        """Refuse a block that is not of these n data points, or of another partition: its counts
-        would be wrong.
+        """Refuse a block that is not of these data, or of another partition.
+
+        Args:
+            n: data points that were given.
+            n_data: of the marginal likelihood.
+            n_outputs: of the network.
         """
         if n != len(self.index):
             raise MarglikError(
@@ -55,11 +90,19 @@ class Block:
 class Partition:
     """Random blocks of at most `subset` data points and `outputs` root columns.
 
-    columns "shared": a block's data points have the same columns. "iid": every data point has its
-    own random order of columns. Data are dealt into ceil(N/S) blocks whose sizes differ by at most
-    one, so that no block is far noisier than the others; the same holds for columns. `redraw()`
-    (once per epoch) makes a new partition of the same kind; `sample()` goes through the blocks in
-    random order and starts a new round, without redrawing, after the last.
+    Data are dealt into ceil(N/S) blocks whose sizes differ by at most one, so that no block is far
+    noisier than the others; the same holds for columns. `redraw()` (once per epoch) makes a new
+    partition of the same kind; `sample()` goes through the blocks in random order and starts a new
+    round, without redrawing, after the last.
+
+    Args:
+        n_data: data points N.
+        n_outputs: outputs C of the network.
+        subset: data points S of a block; None for all.
+        outputs: root columns K of a block; None for all.
+        columns: "shared" (a block's data points have the same columns) or "iid" (every data point
+            has a random order of columns of its own).
+        generator: source of the random order.
     """
 
     def __init__(
@@ -125,8 +168,15 @@ class Partition:
 
 
 class ClassPartition(Partition):
-    """Blocks filled class by class: data of one class stay together as far as the block size
-    allows.
+    """Blocks filled class by class: data of a class stay together where the block size allows.
+
+    Args:
+        labels: class of each datum [N].
+        n_outputs: outputs C of the network.
+        subset: as in `Partition`.
+        outputs: as in `Partition`.
+        columns: as in `Partition`.
+        generator: as in `Partition`.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from torch import Tensor
 from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.term import Memory, Settled, Term, inverse_precision, mix
 from asdl_marglik.linalg import (
+    Conditioning,
     eigenvalues,
     is_coarse,
     log_det_identity_plus,
@@ -31,6 +32,7 @@ class _SumOverRows(Term):
             second pass need not make them again.
         weighted: of a single number's cotangents it then asks for a weighted sum only.
         double: sums in float64, whatever the rows are; those of kept rows always are.
+        conditioning: of the kept rows.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class _SumOverRows(Term):
         keep: bool = False,
         weighted: bool = False,
         double: bool = False,
+        conditioning: Conditioning | None = None,
     ):
+        self.conditioning = conditioning
         self.names = tuple(sizes)
         self.sizes = sizes
         self.groups = groups
@@ -146,6 +150,7 @@ class Dense(_SumOverRows):
     """Exact curvature: H = sum of outer products of root rows; log|I + P0^-1/2 H P0^-1/2|."""
 
     label = "dense"
+    has_rows = True
 
     def _numbers(self, size: int) -> int:
         return size**2
@@ -159,6 +164,28 @@ class Dense(_SumOverRows):
     ) -> Tensor:
         root = inverse_precision(log_precision, self.groups, self.sizes).sqrt()
         return log_det_identity_plus(scale * root[:, None] * total * root, coarse=coarse)
+
+    def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
+        if self.conditioning is None:
+            return super().settled(statistics, mixing)
+        u, m = self.conditioning.n_inducing, self.conditioning.weight
+        rows = mix(statistics[0].double(), mixing)
+        inducing = self.reduce(rows[:u])
+        total = inducing + self.reduce(rows[u:])
+
+        def conditioned(scale: Tensor, log_precision: Tensor) -> Tensor:
+            first = self.log_det(inducing, scale, log_precision, coarse=False)
+            return m * self.log_det(total, scale, log_precision, coarse=False) + (1 - m) * first
+
+        return conditioned
+
+    def kernel(
+        self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
+    ) -> Tensor:
+        assert self.keep  # of the sum alone there is no kernel
+        root = inverse_precision(log_precision, self.groups, self.sizes).sqrt()
+        rows = mix(statistics[0].double(), mixing).flatten(0, 1) * root
+        return scale * (rows @ rows.mT)
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         dtype = torch.float64 if self.keep else statistics[0].dtype

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from asdl_marglik.linalg import Conditioning
 from asdl_marglik.passes.shortcuts import ALL, FastPaths
 from asdl_marglik.ranks.ranks import Ranks
 from asdl_marglik.watch.plan import Plan
@@ -19,8 +20,21 @@ Groups = Mapping[str, Group]
 
 @dataclass(frozen=True)
 class Problem:
-    """What a recipe may look at: the plan, the prior's groups, and the number of data points and of
-    rows per datum.
+    """What a structure may look at when it chooses its terms.
+
+    Args:
+        plan: where the rows of each weight come from.
+        groups: of the prior.
+        n_data: data points of the block.
+        rows_per_datum: rows of each, before mixing.
+        copies: augmented copies of each.
+        setting: of weight sharing in KFAC.
+        granularity: of the blocks of a block-diagonal structure.
+        half_rows: keep rows in half precision.
+        fast: the shortcuts that may be taken.
+        ranks: that share the data points.
+        double: make sums over data and kernels in float64, whatever the network is.
+        conditioning: of the rows, one for each datum.
     """
 
     plan: Plan
@@ -30,10 +44,11 @@ class Problem:
     copies: int = 1
     setting: Setting = "expand"
     granularity: Granularity = "module"
-    half_rows: bool = False  # keep rows in half precision
+    half_rows: bool = False
     fast: FastPaths = ALL
-    ranks: Ranks | None = None  # that share the data points
-    double: bool = False  # make sums over data and kernels in float64, whatever the network is
+    ranks: Ranks | None = None
+    double: bool = False
+    conditioning: Conditioning | None = None
 
     @property
     def held(self) -> int:

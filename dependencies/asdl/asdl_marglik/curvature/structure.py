@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from asdl_marglik.curvature.dense import Dense, Diagonal
@@ -31,8 +32,16 @@ def _exact(problem: Problem, names: tuple[str, ...]) -> Term:
     sizes = {name: problem.sizes[name] for name in names}
     if problem.n_rows <= sum(sizes.values()):
         return _gram(problem, names)
-    keep, weighted = _keeps(problem, sum(sizes.values())), problem.fast.weighted_cotangents
-    return Dense(sizes, problem.groups, keep=keep, weighted=weighted, double=problem.double)
+    # conditioning tells rows apart; there are more of them than weights here, so they are small
+    keep = _keeps(problem, sum(sizes.values())) or problem.conditioning is not None
+    return Dense(
+        sizes,
+        problem.groups,
+        keep=keep,
+        weighted=problem.fast.weighted_cotangents,
+        double=problem.double,
+        conditioning=problem.conditioning,
+    )
 
 
 def _keeps(problem: Problem, size: int) -> bool:
@@ -41,14 +50,19 @@ def _keeps(problem: Problem, size: int) -> bool:
 
 
 def _gram(problem: Problem, names: tuple[str, ...]) -> Term:
-    stores, packed = [_store(problem, name) for name in names], problem.fast.packed_kernels
+    stores = [_store(problem, name) for name in names]
     # with more rows than weights the kernel is singular: rounding would fill what should be its
     # null space
     double = problem.double or problem.n_rows > sum(problem.sizes[name] for name in names)
-    if problem.ranks is None:
-        return Gram(stores, problem.groups, packed=packed, double=double)
-    return ShardedGram(
-        stores, problem.groups, problem.ranks, problem.n_data, packed=packed, double=double
+    kind: Callable[..., Gram] = Gram
+    if problem.ranks is not None:
+        kind = partial(ShardedGram, ranks=problem.ranks, n_data=problem.n_data)
+    return kind(
+        stores,
+        problem.groups,
+        packed=problem.fast.packed_kernels,
+        double=double,
+        conditioning=problem.conditioning,
     )
 
 

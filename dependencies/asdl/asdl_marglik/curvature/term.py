@@ -58,6 +58,8 @@ class Term(ABC):
         additive: whether the statistics are observations of all data, of a single piece: rows side
             by side, or sums over data.
         depends_on_precision: whether `summarise` does.
+        has_rows: whether its statistics determine the kernel of the rows, and its determinant can
+            be conditioned on some of them.
     """
 
     names: tuple[str, ...]
@@ -65,6 +67,7 @@ class Term(ABC):
     label: str
     additive = True
     depends_on_precision = False
+    has_rows = False
 
     @abstractmethod
     def requests(self) -> list[Request]:
@@ -148,6 +151,12 @@ class Term(ABC):
             scale: multiplies H.
             log_precision: of the prior's groups, in float64.
         """
+
+    def kernel(
+        self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
+    ) -> Tensor:
+        """V P0^-1 V^T [n R, n R] in float64, of a term that has rows; arguments as above."""
+        raise TypeError(f"{self.label} curvature has no rows")
 
     @abstractmethod
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:

@@ -208,6 +208,8 @@ class Passes:
         differentiate_augmentation: whether gradients in the augmentation are wanted.
         fast: the shortcuts that may be taken.
         reuse: keep the first pass: later evaluations only look at prior and likelihood.
+        row_data: the datum of each row, where a datum may have several: batches then have inputs
+            of distinct data, and a target and a column for each row.
         next_batch: if given, gradients are estimated from the batch (number, x, y) of the first
             pass that it returns, instead of from all of them.
     """
@@ -225,6 +227,7 @@ class Passes:
     differentiate_augmentation: bool = True
     fast: FastPaths = ALL
     reuse: bool = False
+    row_data: Tensor | None = None
     next_batch: Callable[[], tuple[int, Inputs, Tensor]] | None = None
     seen: Seen = field(default_factory=Seen)
     _collected: Collected | None = None
@@ -278,8 +281,13 @@ class Passes:
             return map_inputs(lambda t: t.unsqueeze(1), x)
         return augmented(self.augment, x, self.seed + index)
 
+    def _copies(self, x: Inputs, index: int) -> Inputs:
+        """Copies of the data point of each row of a batch."""
+        copies = self.augmented(x, index)
+        return copies if self.row_data is None else taken(copies, self.row_data)
+
     def _all_copies(self) -> Iterator[Inputs]:
-        return (self.augmented(x, index) for index, (x, _, _) in enumerate(self.batches()))
+        return (self._copies(x, index) for index, (x, _, _) in enumerate(self.batches()))
 
     def _spans(self, copies: Inputs) -> list[slice]:
         """The data points of each chunk of a batch; chunks are of equal size."""
@@ -382,7 +390,7 @@ class Passes:
         self, index: int, batch: Batch, held: Residency, *, again: bool
     ) -> list[Tensor]:
         with torch.no_grad():
-            copies = self.augmented(batch[0], index)
+            copies = self._copies(batch[0], index)
         if again and self.augment is not None:
             self.seen.copies.append(fingerprint(copies))
         spans = self._spans(copies)
@@ -515,7 +523,7 @@ class Passes:
         self, index: int, batch: Batch, start: int, bars: Bars, repeated: _Repeated
     ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         """Gradients of one batch, whose first datum is number `start` of all."""
-        copies = self.augmented(batch[0], index)
+        copies = self._copies(batch[0], index)
         if self.seen.copies:
             repeated.copies.append(_alike(fingerprint(copies), self.seen.copies[index]))
         moving = [t for t in tensors_of(copies) if t.requires_grad]

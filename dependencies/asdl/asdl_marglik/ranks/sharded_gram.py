@@ -22,7 +22,7 @@ from asdl_marglik.curvature.kernel.gram import Gram
 from asdl_marglik.curvature.kernel.row_storage import Factors, Rows, Store, in_double
 from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.term import Memory
-from asdl_marglik.linalg import gram_in_double, gram_of, product_in_double
+from asdl_marglik.linalg import Conditioning, gram_in_double, gram_of, product_in_double
 from asdl_marglik.passes.pullback import PullBack
 from asdl_marglik.ranks.ranks import Ranks
 
@@ -30,7 +30,17 @@ STEP = "rows of the kernel"
 
 
 class ShardedGram(Gram):
-    """A kernel whose rows are on several ranks. n_data: in the whole block."""
+    """A kernel whose rows are on several ranks.
+
+    Args:
+        stores: how the rows of each weight are kept.
+        groups: of the prior.
+        ranks: that share the rows.
+        n_data: data points of the whole block.
+        packed: as in a `Gram`.
+        double: as in a `Gram`.
+        conditioning: as in a `Gram`.
+    """
 
     label = "kernel (sharded)"
 
@@ -43,8 +53,9 @@ class ShardedGram(Gram):
         *,
         packed: bool = True,
         double: bool = False,
+        conditioning: Conditioning | None = None,
     ):
-        super().__init__(stores, groups, packed=packed, double=double)
+        super().__init__(stores, groups, packed=packed, double=double, conditioning=conditioning)
         self.ranks = ranks
         self.n_data = n_data
         self.own = ranks.spans(n_data)[ranks.rank]

@@ -72,7 +72,9 @@ class ShardedPasses(Passes):
                 start += len(y)
                 if own.start < own.stop:
                     self.shares.append(Share(number, own.start, len(y)))
-                    yield taken(x, own), y[own], columns[own]
+                    # of rows of the same data, each rank augments all data alike
+                    inputs = taken(x, own) if self.row_data is None else x
+                    yield inputs, y[own], columns[own]
             if start != self.n_all:
                 raise CurvatureError(
                     f"the loader gave {start} data points in all, but n_data={self.n_all}; the "
@@ -119,6 +121,11 @@ class ShardedPasses(Passes):
             seed += OTHER_SEED * self.ranks.rank
         with nullcontext() if sharing is None else sharing(share.start, share.total):
             return augmented(self.augment, x, seed)
+
+    def _copies(self, x: Inputs, index: int) -> Inputs:
+        if self.row_data is None:
+            return self.augmented(x, index)
+        return taken(Passes.augmented(self, x, index), self.row_data[self.own])
 
     def first(self, log_precision: Tensor, *, keep: bool, again: bool) -> list[Tensor]:
         if self._results:

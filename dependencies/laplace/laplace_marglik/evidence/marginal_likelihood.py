@@ -1,16 +1,19 @@
-"""The marginal likelihood of a network under its linearised Laplace approximation, estimated from a
-block of data.
+"""The marginal likelihood of a network under its linearised Laplace approximation, from blocks.
 
-log q = log-likelihood - 1/2 scatter - 1/2 log-det ratio        (Immer et al. 2023, eq. 5 and
-theorem 2) log-likelihood = (N/S) sum_{i in block} log p(y_i | f_i) / tau,     scatter = (w - mu)^T
-P0 (w - mu) log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
+    log q          = log-likelihood - 1/2 scatter - 1/2 log-det ratio
+    log-likelihood = (N/S) sum_{i in block} log p(y_i | f_i) / tau
+    scatter        = (w - mu)^T P0 (w - mu)
+    log-det ratio  = M log|I + K_block|,   M = (N/S)(C/K) blocks
+
+(Immer et al. 2023, equation 5 and theorem 2.) A block of an `InducingPartition` counts its inducing
+rows once and the others, given those, M times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,8 @@ from asdl_marglik import (
     ONE_AT_A_TIME,
     STRUCTURES,
     Arrangement,
+    Batch,
+    Conditioning,
     Passes,
     Plan,
     PlanChanged,
@@ -33,6 +38,7 @@ from asdl_marglik import (
     copied,
     evaluating,
     full_precision,
+    guarantee_of,
     hyperparameters_in,
     make_plan,
     map_inputs,
@@ -46,11 +52,13 @@ from asdl_marglik import (
 )
 from laplace_marglik import checks
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.evidence.block import PreparedBlock, status_of
+from laplace_marglik.evidence.block import BlockData, Cache, PreparedBlock, status_of
 from laplace_marglik.evidence.description import described
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.evidence.memory import Budget
+from laplace_marglik.evidence.row_kernel import RowKernel
 from laplace_marglik.evidence.rows import (
+    NoRows,
     Rows,
     checked_columns,
     cotangents_per_datum,
@@ -78,7 +86,8 @@ class MarginalLikelihood:
         structure: "ntk" | "full" | "blockdiag" | "kfac" | "diag", or a registered one.
         outputs: root columns K in a block; None for all.
         columns: "shared" (one draw of columns for the block) or "iid" (one per data point).
-        root: "paper" (published; no bound for K < C) | "fisher" | "symmetric" | "eigen".
+        root: "paper" (published; no bound for K < C) | "fisher" | "symmetric" | "eigen"; None for
+            paper, and for eigen where a block is conditioned on inducing rows.
         augment: module or function x [n, ...] -> [n, A, ...]; outputs are averaged over the copies.
         hyper: name patterns of parameters inside the network that are hyperparameters.
         kfac: weight-sharing setting of KFAC, "expand" | "reduce".
@@ -101,7 +110,7 @@ class MarginalLikelihood:
         structure: str = "ntk",
         outputs: int | None = None,
         columns: Literal["shared", "iid"] = "shared",
-        root: Root = "paper",
+        root: Root | None = None,
         augment: nn.Module | None = None,
         hyper: Iterable[str] = (),
         kfac: Literal["expand", "reduce"] = "expand",
@@ -115,7 +124,7 @@ class MarginalLikelihood:
         for name, value, choices in (
             ("structure", structure, tuple(STRUCTURES)),
             ("columns", columns, ("shared", "iid")),
-            ("root", root, ("paper", "fisher", "symmetric", "eigen")),
+            ("root", root or "paper", get_args(Root)),
             ("kfac", kfac, ("expand", "reduce")),
             ("blocks", blocks, ("module", "tensor")),
         ):
@@ -165,9 +174,7 @@ class MarginalLikelihood:
         return trainable(self.model, self.hyper)
 
     def hyperparameters(self) -> list[nn.Parameter]:
-        """Everything `total` can be differentiated in: prior, likelihood, augmentation, and inside
-        the network.
-        """
+        """Everything `total` can be differentiated in, inside the network too."""
         modules: list[nn.Module] = [self.prior, self.likelihood]
         if self.augment is not None:
             modules.append(self.augment)
@@ -187,8 +194,13 @@ class MarginalLikelihood:
     # ----------------------------------------------------------------------------------- objectives
 
     def map_loss(self, x: Any, y: Tensor) -> Tensor:
-        """Loss for the weights, per datum: -log p / tau + penalty / (2 N); detached from every
-        hyperparameter.
+        """Loss for the weights, per datum: -log p / tau + penalty / (2 N).
+
+        It is detached from every hyperparameter.
+
+        Args:
+            x: inputs [n, ...].
+            y: targets [n, ...].
         """
         f, y = self.outputs_of(x), checks.targets(y)
         scale = self.likelihood.inverse_temperature.detach()
@@ -197,10 +209,11 @@ class MarginalLikelihood:
         return data + self.prior.penalty(self.weights) / (2 * self.n_data)
 
     def outputs_of(self, x: Any, *, seed: int | None = None) -> Tensor:
-        """Outputs averaged over augmented copies, in the model's current mode; for training and
-        prediction.
+        """Outputs averaged over augmented copies, in the model's current mode.
 
-        seed: of the random augmentation; by default drawn from the generator.
+        Args:
+            x: inputs [n, ...].
+            seed: of the random augmentation; by default drawn from the generator.
         """
         detached = {name: p.detach() for name, p in self._hyper_in_network.items()} or None
         if self.augment is None:
@@ -210,31 +223,60 @@ class MarginalLikelihood:
         return run_averaged(self.model, copies, detached)
 
     def __call__(
-        self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
+        self,
+        x: Any,
+        y: Tensor,
+        columns: Tensor | None = None,
+        *,
+        block: Block | None = None,
+        likelihood_batch: tuple[Any, Tensor] | None = None,
     ) -> Evidence:
         """The evidence of all data estimated from this block.
 
-        columns: explicit root columns [K] or [S, K]. block: the `Block` of a partition that x and y
-        are; its columns and counts are taken, whatever `outputs` says, and it must be of a
-        partition of all n_data data and outputs.
-        """
-        return self._with_plan(lambda: self._evidence(self._single_block(x, y, columns, block)))
-
-    def cached(
-        self, x: Any, y: Tensor, columns: Tensor | None = None, *, block: Block | None = None
-    ) -> Callable[[], Evidence]:
-        """A function that evaluates this block again for the current prior, noise and temperature,
-        at S x S cost.
-
-        Everything else stays as it was, the weights included.
+        Args:
+            x: inputs [S, ...] of the block.
+            y: targets [S, ...].
+            columns: explicit root columns [K] or [S, K].
+            block: the `Block` of a partition that x and y are; its columns and counts are taken,
+                whatever `outputs` says, and it must be of a partition of all n_data data.
+            likelihood_batch: other data (x, y), drawn at random, for the log-likelihood; they cost
+                a pass without rows.
         """
         return self._with_plan(
-            lambda: self._reusable(lambda: self._single_block(x, y, columns, block, reuse=True))
+            lambda: self._evidence(self._single_block(x, y, columns, block, likelihood_batch))
         )
 
+    def cached(
+        self,
+        x: Any,
+        y: Tensor,
+        columns: Tensor | None = None,
+        *,
+        block: Block | None = None,
+        likelihood_batch: tuple[Any, Tensor] | None = None,
+    ) -> Callable[[], Evidence]:
+        """A function that evaluates this block again for the prior, noise and temperature of now.
+
+        It costs S x S algebra. Everything else stays as it was, the weights included.
+
+        Args:
+            x: as in a call.
+            y: as in a call.
+            columns: as in a call.
+            block: as in a call.
+            likelihood_batch: as in a call.
+        """
+
+        def prepare() -> PreparedBlock:
+            return self._single_block(x, y, columns, block, likelihood_batch, reuse=True)
+
+        return self._with_plan(lambda: self._reusable(prepare))
+
     def full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Evidence:
-        """One block of all N data, streamed from a loader that gives the same batches every time
-        (shuffle=False).
+        """One block of all N data, streamed.
+
+        Args:
+            loader: gives the same batches (x, y) every time (shuffle=False).
         """
         return self._with_plan(lambda: self._evidence(self._all_data(loader)))
 
@@ -243,8 +285,11 @@ class MarginalLikelihood:
         return self._with_plan(lambda: self._reusable(lambda: self._all_data(loader, reuse=True)))
 
     def memory(self, x: Any, n: int | None = None) -> int:
-        """Bytes that an estimate and its gradient take besides model and data: of x, or of n data
-        points like these.
+        """Bytes that an estimate and its gradient take besides model and data.
+
+        Args:
+            x: inputs of the block.
+            n: of a block of n such data points instead.
         """
         return self._laid_out(x, n)[2].bytes
 
@@ -256,16 +301,16 @@ class MarginalLikelihood:
         with ONE_AT_A_TIME:  # as every estimate: parameters are replaced while a plan is verified
             plan = self._planned(self._placed(x))
             n = n or len(tensors_of(x)[0])
-            problem = self._problem(plan, n, self._k(plan), self._copies(x))
+            k = self._k(plan)
+            data = BlockData(list, n, k, self._copies(x), self._rows(plan, k))
+            problem = self._problem(plan, data)
             parts = parts_of(self.structure, problem)
             return plan, parts, self._budget.arrange(problem, parts, again=True)
 
     # ------------------------------------------------------------------------------------- assembly
 
     def _with_plan(self, compute: Callable[[], T]) -> T:
-        """Run `compute`; again if the model takes another path than planned, or single precision is
-        not enough.
-        """
+        """Run `compute`; again if the model takes another path, or single precision is too low."""
         checks.outside_inference_mode()
         start = self.generator.get_state()
         replanned = False
@@ -301,26 +346,31 @@ class MarginalLikelihood:
             )
         return self.outputs or c
 
-    def _rows(self, plan: Plan, k: int) -> Rows:
+    def _rows(self, plan: Plan, k: int, root: Root | None = None) -> Rows:
+        """The form in which k root columns of each datum are computed."""
         return rows_for(
-            self.likelihood, plan.output_shape, self.root, k, contrasts=self._fast.fewer_cotangents
+            self.likelihood,
+            plan.output_shape,
+            root or self.root or "paper",
+            k,
+            contrasts=self._fast.fewer_cotangents,
         )
 
-    def _problem(self, plan: Plan, n: int, k: int, copies: int) -> Problem:
-        rows = cotangents_per_datum(self._rows(plan, k), k)
-        half = self.row_dtype is not None
+    def _problem(self, plan: Plan, data: BlockData) -> Problem:
+        rows = 0 if data.rows is None else cotangents_per_datum(data.rows, data.k)
         return Problem(
             plan,
             self.prior.groups,
-            n_data=n,
+            n_data=data.n,
             rows_per_datum=rows,
-            copies=copies,
+            copies=data.copies,
             setting=self.kfac,
             granularity=self.blocks,
-            half_rows=half,
+            half_rows=self.row_dtype is not None,
             fast=self._fast,
             ranks=self.ranks,
             double=self.in_double,
+            conditioning=data.conditioning,
         )
 
     @property
@@ -337,9 +387,36 @@ class MarginalLikelihood:
             ]
 
     def _single_block(
-        self, x: Any, y: Tensor, columns: Tensor | None, block: Block | None, *, reuse: bool = False
+        self,
+        x: Any,
+        y: Tensor,
+        columns: Tensor | None,
+        block: Block | None,
+        likelihood_batch: tuple[Any, Tensor] | None = None,
+        *,
+        reuse: bool = False,
     ) -> PreparedBlock:
-        x, y = self._placed(x), self._placed(checks.targets(y))
+        x, y = self._checked_data(x, y)
+        plan = self._planned(x)
+        c = plan.output_shape.numel()
+        if block is not None:
+            block.check(len(y), self.n_data, c)
+        if block is not None and block.rows is not None:
+            prepared = self._conditioned_block(plan, x, y, block, reuse)
+        else:
+            prepared = self._plain_block(plan, x, y, columns, block, reuse)
+        if likelihood_batch is not None:
+            x, y = self._checked_data(*likelihood_batch)
+            batches = _one_batch(x, y, torch.zeros(len(y), 0, dtype=torch.long, device=y.device))
+            data = BlockData(batches, len(y), 0, self._copies(x), rows=None)
+            prepared.data = self._passes(plan, data, reuse)
+            prepared.factor = self.n_data / len(y)
+        return prepared
+
+    def _checked_data(self, x: Any, y: Tensor) -> tuple[Any, Tensor]:
+        """Inputs and targets where the model is, as many of each, and no more than there are."""
+        x = self._placed(x)
+        y = self._placed(checks.targets(y))
         n = len(y)
         if n == 0 or any(len(t) != n for t in tensors_of(x)):
             lengths = [len(t) for t in tensors_of(x)]
@@ -352,22 +429,92 @@ class MarginalLikelihood:
                 f"a block of {n} data points from n_data={self.n_data}: n_data is the size of the "
                 "whole training set"
             )
-        plan = self._planned(x)
-        c = plan.output_shape.numel()
-        if block is not None:
-            block.check(n, self.n_data, c)
-            columns = block.columns if columns is None else columns
+        return x, y
+
+    def _plain_block(
+        self,
+        plan: Plan,
+        x: Any,
+        y: Tensor,
+        columns: Tensor | None,
+        block: Block | None,
+        reuse: bool,
+    ) -> PreparedBlock:
+        """Data points with the same number of root columns each."""
+        n, c = len(y), plan.output_shape.numel()
+        if columns is None and block is not None:
+            columns = block.columns
         if columns is None:
             columns = draw_columns(n, c, self._k(plan), self.columns == "iid", self.generator)
         columns = checked_columns(columns, n, c).to(y.device)
         k = columns.shape[1]
-        counts = (
-            (block.n_data_blocks, block.n_column_blocks)
-            if block is not None
-            else (self.n_data / n, c / k)
+        n_data_blocks = self.n_data / n if block is None else block.n_data_blocks
+        n_column_blocks = c / k if block is None else block.n_column_blocks
+        data = BlockData(_one_batch(x, y, columns), n, k, self._copies(x), self._rows(plan, k))
+        passes = self._passes(plan, data, reuse)
+        return self._prepared(plan, passes, k, n_data_blocks, n_data_blocks * n_column_blocks)
+
+    def _conditioned_block(
+        self, plan: Plan, x: Any, y: Tensor, block: Block, reuse: bool
+    ) -> PreparedBlock:
+        """Rows of distinct data points, the inducing ones first."""
+        assert block.rows is not None
+        root = self._conditioned_root(plan, block)
+        position, column = block.rows.to(y.device).unbind(1)
+        conditioning = Conditioning(block.n_inducing, block.weight)
+        data = BlockData(
+            _one_batch(x, y[position], column[:, None]),
+            n=len(position),
+            k=1,
+            copies=self._copies(x),
+            rows=self._rows(plan, 1, root),
+            conditioning=conditioning,
+            row_data=position,
         )
-        passes = self._passes(plan, n, k, self._copies(x), lambda: [(x, y, columns)], reuse)
-        return self._block(passes, k, plan, *counts)
+        passes = self._passes(plan, data, reuse)
+        if not all(part.has_rows for part in passes.parts):
+            raise MarglikError(
+                f"{self.structure} curvature has no rows to condition on; use structure='ntk', "
+                "'full' or 'blockdiag', or a Partition without inducing rows"
+            )
+        n_columns = block.n_columns or block.n_outputs
+        factor = torch.full((len(position),), block.weight / n_columns, dtype=torch.float64)
+        factor[: block.n_inducing] = 1 / n_columns
+        prepared = self._prepared(plan, passes, 1, factor, block.weight, true_root=True)
+        prepared.conditioning = conditioning
+        prepared.inducing = block.inducing_rows
+        return prepared
+
+    def _conditioned_root(self, plan: Plan, block: Block) -> Root:
+        """The root whose rows are conditioned, if it is a true one."""
+        root: Root = self.root or "eigen"
+        c = plan.output_shape.numel()
+        if root == "paper" and not self.likelihood.diagonal and c > 1:
+            raise MarglikError(
+                "conditioning on inducing rows needs the rows of a true root, and root='paper' is "
+                "none for single outputs of this likelihood; use root='eigen', 'fisher' or "
+                "'symmetric'"
+            )
+        if block.n_columns not in (None, c, self.root_rank(root)):
+            raise MarglikError(
+                f"the block's rows are drawn from {block.n_columns} root columns, but the "
+                f"{root} root of {c} outputs has {self.root_rank(root) or c} that are not zero"
+            )
+        return root
+
+    def root_rank(self, root: Root | None = None) -> int | None:
+        """Root columns that are not zero, where the others come last; None before the first use.
+
+        Args:
+            root: which root; None for that of conditioned blocks.
+        """
+        if self._plan is None:
+            return None
+        shape = self._plan.output_shape
+        contrasts = self.likelihood.contrasts(shape) if len(shape) == 1 else None
+        if contrasts is None or (root or self.root or "eigen") != "eigen":
+            return shape.numel()
+        return len(contrasts)
 
     def _all_data(
         self, loader: Iterable[tuple[Any, Tensor]], *, reuse: bool = False
@@ -399,38 +546,32 @@ class MarginalLikelihood:
                     raise MarglikError("expected as many inputs as targets in every batch")
                 yield self._placed(x), y, own.to(y.device)
 
-        passes = self._passes(
-            plan, self.n_data, k, self._copies(self._placed(first[0])), batches, reuse
-        )
-        return self._block(passes, k, plan, 1, c / k)
+        copies = self._copies(self._placed(first[0]))
+        data = BlockData(batches, self.n_data, k, copies, self._rows(plan, k))
+        return self._prepared(plan, self._passes(plan, data, reuse), k, 1, c / k)
 
-    def _passes(
-        self, plan: Plan, n: int, k: int, copies: int, batches: Callable[[], Iterable], reuse: bool
-    ) -> Passes:
-        """Both passes over some data; with `reuse`, the first one only, kept for prior, noise and
-        temperature.
-        """
-        in_network = (
-            [] if reuse else [p for p in self._hyper_in_network.values() if p.requires_grad]
-        )
-        leaves: list[Tensor] = [] if reuse else [*in_network, *self.likelihood.root_parameters()]
-        in_augment = self.augment is not None and any(
-            p.requires_grad for p in self.augment.parameters()
-        )
-        _refuse_hooks([*leaves, *(self.augment.parameters() if self.augment is not None else ())])
-        problem = self._problem(plan, n, k, copies)
-        parts = parts_of(self.structure, problem)
-        again = torch.is_grad_enabled() and not reuse and bool(leaves or in_augment)
+    def _passes(self, plan: Plan, data: BlockData, reuse: bool) -> Passes:
+        """Both passes over some data; with `reuse`, the first one only, which is kept."""
+        in_network = [p for p in self._hyper_in_network.values() if p.requires_grad]
+        leaves: list[Tensor] = [*in_network, *self.likelihood.root_parameters()]
+        in_augment = [] if self.augment is None else list(self.augment.parameters())
+        _refuse_hooks([*leaves, *in_augment])
+        if reuse:
+            in_network, leaves = [], []
+        moving = bool(leaves) or any(p.requires_grad for p in in_augment)
+        again = torch.is_grad_enabled() and not reuse and moving
+        problem = self._problem(plan, data)
+        parts = [] if data.rows is None else parts_of(self.structure, problem)
         arrangement = self._budget.arrange(problem, parts, again=again)
         self._budget.check(self.structure, problem, arrangement, again=again)
         kind = Passes if self.ranks is None else partial(ShardedPasses, ranks=self.ranks)
         return kind(
             plan,
             parts,
-            self._rows(plan, k),
-            batches,
+            data.rows or NoRows(),
+            data.batches,
             self.augment,
-            n_data=n,
+            n_data=data.n,
             seed=self._seed(),
             fast=self._fast,
             arrangement=arrangement,
@@ -438,21 +579,29 @@ class MarginalLikelihood:
             hyper_in_network=bool(in_network),
             differentiate_augmentation=not reuse,
             reuse=reuse,
+            row_data=data.row_data,
         )
 
-    def _block(
-        self, passes: Passes, k: int, plan: Plan, n_data_blocks: float, n_column_blocks: float
+    def _prepared(
+        self,
+        plan: Plan,
+        passes: Passes,
+        k: int,
+        factor: Tensor | float,
+        n_blocks: float,
+        *,
+        true_root: bool = False,
     ) -> PreparedBlock:
-        true_root = (
-            self.root != "paper" or self.likelihood.diagonal or k == plan.output_shape.numel()
-        )
-        status = status_of(
-            self.structure, true_root, everything=n_data_blocks * n_column_blocks == 1
-        )
+        all_columns = k == plan.output_shape.numel()
+        true_root |= self.likelihood.diagonal or all_columns or self.root not in (None, "paper")
         check_weights(self.model)
-        squares = self.prior.squares(self.weights)
         return PreparedBlock(
-            passes, plan.output_shape, n_data_blocks, n_column_blocks, status, squares
+            passes,
+            plan.output_shape,
+            n_blocks,
+            status_of(self.structure, true_root, everything=n_blocks == 1),
+            squares=self.prior.squares(self.weights),
+            factor=factor,
         )
 
     def _reusable(self, prepare: Callable[[], PreparedBlock]) -> Callable[[], Evidence]:
@@ -479,14 +628,25 @@ class MarginalLikelihood:
         passes = block.passes
         with torch.no_grad():
             f, parts = statistics(passes, self.prior.log_precision)
+            if block.data is not None:
+                statistics(block.data, self.prior.log_precision)  # kept, as the block's are
             if not passes.summary_depends_on_precision:
-                mixing = passes.root_rows.mixing(f, *passes.rows_of_data)
-                block.log_dets = [
-                    p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)
-                ]
-                keep = self.likelihood.constant_log_prob and self._fast.kept_log_prob
-                block.f, block.log_prob = f, block.log_prob_of(f, self.likelihood) if keep else None
+                block.cache = self._cache(block, f, parts)
         return block
+
+    def _cache(self, block: PreparedBlock, f: Tensor, parts: list[list[Tensor]]) -> Cache:
+        passes = block.passes
+        mixing = passes.root_rows.mixing(f, *passes.rows_of_data)
+        if block.data is not None:
+            f, _ = statistics(block.data, self.prior.log_precision)
+        constant = self.likelihood.constant_log_prob and self._fast.kept_log_prob
+        return Cache(
+            f,
+            log_prob=block.log_prob_of(f, self.likelihood) if constant else None,
+            mixing=mixing,
+            statistics=parts,
+            log_dets=[p.settled(s, mixing) for p, s in zip(passes.parts, parts, strict=True)],
+        )
 
     def _in_double(
         self, block: PreparedBlock, prepare: Callable[[], PreparedBlock], start: Tensor
@@ -507,32 +667,61 @@ class MarginalLikelihood:
             self.generator.set_state(present)
 
     def _evidence(self, block: PreparedBlock) -> Evidence:
-        passes, log_precision = block.passes, self.prior.log_precision
         self.prior.check_precision()
         self.likelihood.check_scales()
-        theta = log_precision.double()
+        theta = self.prior.log_precision.double()
         scale = self.likelihood.curvature_scale()
-        f = block.f
-        if f is not None:
-            log_dets = [settled(scale, theta) for settled in block.log_dets]
+        if block.cache is not None:
+            log_dets = [settled(scale, theta) for settled in block.cache.log_dets]
+            log_prob = block.cache.log_prob
+            if log_prob is None:
+                log_prob = block.log_prob_of(block.cache.f, self.likelihood)
+            parts, mixing = block.cache.statistics, block.cache.mixing
         else:
-            f, parts = statistics(passes, log_precision)
-            mixing = passes.root_rows.mixing(f, *passes.rows_of_data)
+            f, parts = statistics(block.passes, self.prior.log_precision)
+            mixing = block.passes.root_rows.mixing(f, *block.passes.rows_of_data)
             log_dets = [
-                p.log_det_ratio(s, mixing, scale, theta)
-                for p, s in zip(passes.parts, parts, strict=True)
+                part.log_det_ratio(own, mixing, scale, theta)
+                for part, own in zip(block.passes.parts, parts, strict=True)
             ]
-        log_prob = (
-            block.log_prob_of(f, self.likelihood) if block.log_prob is None else block.log_prob
-        )
+            if block.data is not None:
+                f, _ = statistics(block.data, self.prior.log_precision)
+            log_prob = block.log_prob_of(f, self.likelihood)
+        log_det = torch.stack(log_dets).sum() if len(log_dets) > 1 else log_dets[0]
+        conditioned = block.conditioning is not None  # then the weights are inside
         return Evidence(
-            log_likelihood=block.n_data_blocks * log_prob * self.likelihood.inverse_temperature,
+            log_likelihood=log_prob * self.likelihood.inverse_temperature,
             scatter=self.prior.scatter(block.squares),
-            log_det_ratio=block.n_blocks
-            * (torch.stack(log_dets).sum() if len(log_dets) > 1 else log_dets[0]),
+            log_det_ratio=log_det if conditioned else block.n_blocks * log_det,
             n_blocks=block.n_blocks,
             status=block.status,
+            n_data=self.n_data,
+            row_kernel=self._row_kernel(block, parts, mixing, scale, theta),
         )
+
+    def _row_kernel(
+        self,
+        block: PreparedBlock,
+        statistics: list[list[Tensor]],
+        mixing: Tensor | None,
+        scale: Tensor,
+        theta: Tensor,
+    ) -> RowKernel | None:
+        """The kernel of a conditioned block's rows at the present hyperparameters."""
+        if block.conditioning is None or block.inducing is None:
+            return None
+        parts = block.passes.parts
+        scale, theta = scale.detach().clone(), theta.detach().clone()
+
+        def make() -> Tensor:
+            kernels = [
+                part.kernel(own, mixing, scale, theta)
+                for part, own in zip(parts, statistics, strict=True)
+            ]
+            return sum(kernels[1:], kernels[0])
+
+        two_sided = guarantee_of(self.structure) == "exact"
+        return RowKernel(make, block.conditioning, block.inducing, two_sided)
 
     def _seed(self) -> int:
         return int(torch.randint(2**31, (), generator=self.generator))
@@ -542,6 +731,10 @@ class MarginalLikelihood:
         return map_inputs(lambda t: checks.ordinary(t).to(device), x)
 
 
+def _one_batch(x: Any, y: Tensor, columns: Tensor) -> Callable[[], Iterable[Batch]]:
+    return lambda: [(x, y, columns)]
+
+
 _MANY_PATHS = (
     "the model uses its weights differently from one data point to the next (data-dependent "
     "control flow); evaluate such data in separate blocks"
@@ -549,9 +742,7 @@ _MANY_PATHS = (
 
 
 def _refuse_hooks(leaves: Iterable[Tensor]) -> None:
-    """Hooks on hyperparameters behind the outputs would act inside the estimate, and again on its
-    result.
-    """
+    """Hooks on hyperparameters behind the outputs would act inside the estimate and again on it."""
     if any(leaf._backward_hooks for leaf in leaves):
         raise MarglikError(
             "a hyperparameter of the network, the likelihood or the augmentation has a gradient "

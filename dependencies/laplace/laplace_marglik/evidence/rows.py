@@ -66,6 +66,19 @@ class RootColumns:
         return None
 
 
+@dataclass
+class NoRows:
+    """No rows at all: only outputs are wanted."""
+
+    cotangents_follow_outputs = False
+
+    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        return f.new_zeros(len(f), 0, f.shape[1])
+
+    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return None
+
+
 Rows = SingleOutputs | Contrasts | RootColumns
 
 

@@ -79,10 +79,10 @@ class SpectralMarginalLikelihood(MarginalLikelihood):
         targets, columns = passes.rows_of_data
         mixing = passes.root_rows.mixing(f, targets, columns)
         values = [part.spectrum(own, mixing) for part, own in zip(passes.parts, parts, strict=True)]
-        log_prob = self.likelihood.log_prob(f.double().reshape(-1, *made.shape), targets).sum()
+        log_prob = made.log_prob_of(f, self.likelihood)
         return Spectrum(
             torch.cat(values) * self.likelihood.curvature_scale(),
-            made.n_data_blocks * log_prob * self.likelihood.inverse_temperature,
+            log_prob * self.likelihood.inverse_temperature,
             made.squares.squeeze(),
             made.n_blocks,
             made.status,

@@ -15,6 +15,7 @@ from asdl_marglik.curvature.kernel.row_storage import Rows, Store
 from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.term import Kind, Memory, Settled, Term
 from asdl_marglik.linalg import (
+    Conditioning,
     eigenvalues,
     is_coarse,
     log_det_identity_plus,
@@ -35,14 +36,23 @@ class Gram(Term):
         groups: of the prior.
         packed: kernels of a cached block by their lower halves.
         double: kernels in float64, whatever the rows are.
+        conditioning: of the rows.
     """
 
     label = "kernel"
     additive = False
+    has_rows = True
 
     def __init__(
-        self, stores: Sequence[Store], groups: Groups, *, packed: bool = True, double: bool = False
+        self,
+        stores: Sequence[Store],
+        groups: Groups,
+        *,
+        packed: bool = True,
+        double: bool = False,
+        conditioning: Conditioning | None = None,
     ):
+        self.conditioning = conditioning
         self.stores = stores
         self.groups = groups
         self.packed = packed
@@ -150,8 +160,15 @@ class Gram(Term):
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
+        kernel = self.kernel(statistics, mixing, scale, log_precision)
+        coarse = is_coarse(statistics[0])
+        return log_det_identity_plus(kernel, coarse=coarse, conditioning=self.conditioning)
+
+    def kernel(
+        self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
+    ) -> Tensor:
         total = weighted_sum(self._coefficients(scale, log_precision), statistics[0])
-        return log_det_identity_plus(mixed_gram(total, mixing), coarse=is_coarse(statistics[0]))
+        return mixed_gram(total, mixing)
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         values = eigenvalues(mixed_gram(statistics[0].sum(0).double(), mixing))
@@ -161,7 +178,7 @@ class Gram(Term):
         if not self.packed:
             return super().settled(statistics, mixing)
         grams = (mixed_gram(gram.double(), mixing) for gram in statistics[0])
-        kernels = Combination(grams, statistics[0].dtype)
+        kernels = Combination(grams, statistics[0].dtype, self.conditioning)
         return lambda scale, log_precision: kernels.log_det_identity_plus(
             self._coefficients(scale, log_precision)
         )

@@ -1,4 +1,4 @@
-"""log|I + sum_g w_g K_g| for many weights w: what does not depend on them is done once.
+"""log|I + sum_g w_g K_g| for many coefficients w: what does not depend on them is done once.
 
 Of the symmetric K_g only the lower triangles are kept, side by side, so that the sum and its
 derivative are one product with a vector each. Kernels of rank one (of a group that is a single
@@ -15,19 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asdl_marglik.linalg import inverse_of, log_det_factor
+from asdl_marglik.linalg import Conditioning, derivative_of, log_det_factor
 
 RANK_ONE = 16  # rounding errors of an entry's product that a kernel of rank one may be off
 
 
 class Combination:
-    """Symmetric positive semi-definite kernels [N, N] in float64, given one by one.
+    """Symmetric positive semi-definite kernels K_g.
 
-    dtype: in which they were computed.
+    Args:
+        kernels: [N, N] in float64, given one by one.
+        dtype: in which they were computed.
+        conditioning: of their rows.
     """
 
-    def __init__(self, kernels: Iterable[Tensor], dtype: torch.dtype):
-        self.coarse, eps = dtype != torch.float64, torch.finfo(dtype).eps
+    def __init__(
+        self,
+        kernels: Iterable[Tensor],
+        dtype: torch.dtype,
+        conditioning: Conditioning | None = None,
+    ):
+        self.conditioning = conditioning
+        self.coarse = dtype != torch.float64
+        eps = torch.finfo(dtype).eps
         vectors: list[Tensor] = []
         lower: list[Tensor] = []
         of_rank_one: list[bool] = []
@@ -51,15 +61,15 @@ class Combination:
         self._vectors = torch.stack(vectors, 1) if vectors else None  # [N, G1]
         self._lower = torch.stack(lower) if lower else None  # [G2, N (N + 1) / 2]
 
-    def log_det_identity_plus(self, weights: Tensor) -> Tensor:
-        """log|I + sum_g weights[g] K_g|, differentiable in the weights [G]."""
-        return _LogDet.apply(weights, self)
+    def log_det_identity_plus(self, coefficients: Tensor) -> Tensor:
+        """log|I + sum_g coefficients[g] K_g|, differentiable in the coefficients [G]."""
+        return _LogDet.apply(coefficients, self)
 
-    def total(self, weights: Tensor) -> Tensor:
+    def total(self, coefficients: Tensor) -> Tensor:
         """The weighted sum; its upper triangle is not defined."""
         n_vectors = 0 if self._vectors is None else self._vectors.shape[1]
-        of_vectors, of_lower = weights[self._order].tensor_split([n_vectors])
-        total = weights.new_zeros(self.side, self.side)
+        of_vectors, of_lower = coefficients[self._order].tensor_split([n_vectors])
+        total = coefficients.new_zeros(self.side, self.side)
         if self._lower is not None:
             total.view(-1).index_copy_(0, self._entries, of_lower @ self._lower)
         if self._vectors is not None:
@@ -68,31 +78,35 @@ class Combination:
 
     def inner_products(self, matrix: Tensor) -> Tensor:
         """<matrix, K_g> [G] with a symmetric matrix."""
-        found = []
+        products = []
         if self._vectors is not None:
-            found.append(((matrix @ self._vectors) * self._vectors).sum(0))
+            products.append(((matrix @ self._vectors) * self._vectors).sum(0))
         if self._lower is not None:
             # inverses come by column: no copy
             entries = matrix.mT.reshape(-1).index_select(0, self._entries)
-            found.append(self._lower @ entries.mul_(self._occurs))
-        return torch.cat(found)[self._back]
+            products.append(self._lower @ entries.mul_(self._occurs))
+        return torch.cat(products)[self._back]
 
 
 class _LogDet(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, kernels: Combination) -> Tensor:
-        identity_plus = kernels.total(weights)
+    def forward(ctx: Any, coefficients: Tensor, kernels: Combination) -> Tensor:
+        identity_plus = kernels.total(coefficients)
         identity_plus.diagonal().add_(1)
-        value, saved, is_factor = log_det_factor(identity_plus, coarse=kernels.coarse)
+        value, saved, ctx.is_factor = log_det_factor(
+            identity_plus, coarse=kernels.coarse, conditioning=kernels.conditioning
+        )
         ctx.save_for_backward(saved)
-        ctx.is_factor, ctx.kernels = is_factor, kernels
+        ctx.kernels = kernels
         return value
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
         (saved,) = ctx.saved_tensors
-        return cotangents[0] * ctx.kernels.inner_products(inverse_of(saved, ctx.is_factor)), None
+        kernels: Combination = ctx.kernels
+        derivative = derivative_of(saved, ctx.is_factor, kernels.conditioning)
+        return cotangents[0] * kernels.inner_products(derivative), None
 
 
 def _root_of_rank_one(kernel: Tensor, eps: float) -> Tensor | None:
