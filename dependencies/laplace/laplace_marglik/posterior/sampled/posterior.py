@@ -21,7 +21,7 @@ from laplace_marglik.posterior.sampled.dimension import (
 )
 from laplace_marglik.posterior.sampled.ladder import LadderEvidence, bracket, integral, rungs
 from laplace_marglik.posterior.sampled.mode import LinearModel
-from laplace_marglik.posterior.sampled.predictive import joint_log_prob, monte_carlo, probit
+from laplace_marglik.posterior.sampled.predictive import joint_log_prob, monte_carlo
 from laplace_marglik.posterior.sampled.samples import Samples
 from laplace_marglik.posterior.sampled.system import Loader, System, check_derivatives
 
@@ -226,7 +226,7 @@ class SampledLaplace(Samples):
         return [
             monte_carlo(self.likelihood, f + pushed)
             if kind == "mc"
-            else probit(self.likelihood, f, pushed.square().mean(0))
+            else self.likelihood.predict_probit(f, pushed.square().mean(0))
             for kind in kinds
         ]
 
