@@ -82,7 +82,11 @@ class GaussianPrior(nn.Module):
         return {name: log_precision[group].exp() for name, group in self.groups.items()}
 
     def mean_of(self, name: str) -> Tensor | float:
-        """The mean of a weight: a tensor shaped as the weight, or a number."""
+        """The mean of a weight: a tensor shaped as the weight, or a number.
+
+        Args:
+            name: of the parameter.
+        """
         return self.means.of(name)
 
     def check(self, weights: Mapping[str, Tensor], hyper: Iterable[str] = ()) -> None:

@@ -72,7 +72,11 @@ class Likelihood(nn.Module):
         return False
 
     def predict(self, f: Tensor) -> Tensor:
-        """The mean prediction for outputs f."""
+        """The mean prediction [n, ...].
+
+        Args:
+            f: outputs [n, ...].
+        """
         return f
 
     def predict_probit(self, f: Tensor, variance: Tensor) -> Tensor:
@@ -118,7 +122,12 @@ class Likelihood(nn.Module):
                 p.requires_grad_(True)
 
     def hessian(self, f: Tensor, y: Tensor) -> Tensor:
-        """-d^2 log p / df^2 [n, C, C], `log_prob` differentiated twice; it may be indefinite."""
+        """-d^2 log p / df^2 [n, C, C], `log_prob` differentiated twice; it may be indefinite.
+
+        Args:
+            f: outputs [n, ...].
+            y: targets, one per datum.
+        """
         with torch.enable_grad():
             flat = f.flatten(1)
             if not flat.requires_grad:
@@ -190,7 +199,12 @@ class Likelihood(nn.Module):
         return None
 
     def contrast_root(self, f: Tensor, y: Tensor) -> Tensor:
-        """A root [n, R, R] of the Hessian in the coordinates of `contrasts`."""
+        """A root [n, R, R] of the Hessian in the coordinates of `contrasts`.
+
+        Args:
+            f: outputs [n, ...].
+            y: targets, one per datum.
+        """
         raise TypeError(f"{type(self).__name__} names no contrasts")
 
 

@@ -119,7 +119,13 @@ class Categorical(Likelihood):
         return by_position.reshape(n, classes * positions, -1)
 
     def root_product(self, f: Tensor, y: Tensor, xi: Tensor) -> Tensor:
-        """sqrt(p) xi - p (sqrt(p) . xi): the Fisher root without its matrix."""
+        """sqrt(p) xi - p (sqrt(p) . xi): the Fisher root times xi, without its matrix.
+
+        Args:
+            f: logits [n, C] or [n, C, ...].
+            y: targets, which the root does not depend on.
+            xi: k vectors, each shaped as the outputs [k, n, ...].
+        """
         p = f.softmax(1)
         scaled = torch.exp(f.log_softmax(1) / 2) * xi
         return scaled - p * scaled.sum(2, keepdim=True)

@@ -28,7 +28,12 @@ class DiagonalLikelihood(Likelihood):
     diagonal = True
 
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """Square root of the curvature of each output, shaped as f; None if all are one."""
+        """Square root of the curvature of each output, shaped as f; None if all are one.
+
+        Args:
+            f: outputs [n, ...].
+            y: targets, one per datum.
+        """
         raise TypeError(f"{type(self).__name__} must define root_diagonal(f, y)")
 
     def _sum(self, log_prob: Tensor) -> Tensor:
