@@ -48,7 +48,7 @@ class LowRankCovariance:
     def swag(
         cls, variance: Mapping[str, Tensor], deviations: Mapping[str, Tensor], jitter: float = 0.1
     ) -> LowRankCovariance:
-        """Sigma = diag(variance)/2 + jitter I + Q Q^T / (2K - 2), from weights along a training run.
+        """Sigma = diag(variance)/2 + jitter I + Q Q^T / (2K - 2), from a training run.
 
         SWAG (Maddox et al. 2019); as a prior: Shwartz-Ziv et al. 2022.
 

@@ -2,10 +2,10 @@
 
     J_kappa = kappa E_q[sum_i log p(y_i | x_i, w)] - KL(q || p),    q = N(m, diag(sigma^2))
 
-(Harvey et al. 2025). kappa = 1 gives the ELBO. With many more weights D than data N the divergence outweighs the data and
-the ELBO prefers the prior; kappa = D/N restores the balance. Where log p <= 0 (discrete targets)
-and kappa >= 1, J_kappa <= ELBO <= log p(y). The variance of each group of the prior is at its
-optimum in closed form (see `kl`).
+kappa = 1 gives the ELBO. With many more weights D than data N the divergence outweighs the data and
+the ELBO prefers the prior; kappa = D/N restores the balance (Harvey et al. 2025). Where log p <= 0
+(discrete targets) and kappa >= 1, J_kappa <= ELBO <= log p(y). The variance of each group of the
+prior is at its optimum in closed form (see `kl`).
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class DataEmphasizedELBO:
 
     @torch.no_grad()
     def update_prior(self) -> None:
-        """Store the variances of `prior_variance` in the prior, for reports and other estimators."""
+        """Store the variances of `prior_variance` in the prior, for reports and other uses."""
         variance = self._variance(divergence(self.weights, self.prior, self.width))
         self.prior.log_precision.copy_(-variance.log())
 
