@@ -4,27 +4,24 @@ yaml files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from ntkmarglik.settings import Settings, parse_as
+from ntkmarglik.problem.models import DEPTH, MODELS
+from ntkmarglik.settings import Choices, Settings
 
-Method = Literal[
-    "map", "augerino", "elbo", "de-elbo", "ntk", "full", "blockdiag", "kfac", "diag", "sampled"
-]
-# methods that do not learn from blocks of the evidence
-WITHOUT_BLOCKS = ("map", "augerino", "elbo", "de-elbo")
+METHOD = Choices()  # `ntkmarglik.learn.methods` says which, since a method takes these settings
+MODEL = Choices(MODELS)
 
 
 @dataclass(frozen=True)
 class Estimator:
     """How the marginal likelihood is estimated."""
 
-    method: Method = "ntk"
+    method: Annotated[str, METHOD.one()] = "ntk"
     """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss; elbo and de-elbo learn a Gaussian posterior, prior variances and augmentation by a variational bound; sampled learns the prior by EM steps from posterior samples."""
     subset: int = 500
     """Data points S in a block; 0 = all."""
@@ -90,9 +87,9 @@ class Problem:
     """Where data files are, or are downloaded to."""
     n_data: int = 0
     """Size of the random training subset; 0 = all."""
-    model: Literal["mlp", "cnn", "mininet", "resnet", "resnet50", "wrn", "resnet_norm"] = "cnn"
+    model: Annotated[str, MODEL.one()] = "cnn"
     """Network."""
-    depth: int = 18
+    depth: int = DEPTH
     """Depth of resnet and resnet_norm."""
     width: int = 0
     """Width of the network (see README); 0 = its own default."""
@@ -203,10 +200,3 @@ class Config(Settings):
     training: Training = field(default_factory=Training)
     run: Run = field(default_factory=Run)
     sampling: Sampling = field(default_factory=Sampling)
-
-
-def parse(arguments: Sequence[str] | None = None) -> Config:
-    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags
-    override it.
-    """
-    return parse_as(Config, arguments)

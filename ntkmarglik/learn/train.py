@@ -45,9 +45,7 @@ class Trainer:
         augment = [] if problem.augment is None else list(problem.augment.parameters())
         self.prior = torch.optim.Adam(method.hyperparameters(), self.training.lr_hyp)
         self.augment = torch.optim.Adam(augment, self.training.lr_aug) if augment else None
-        self.rounds = (
-            hyper_epochs(self.training) if method.learns_by in ("evidence", "samples") else []
-        )
+        self.rounds = hyper_epochs(self.training) if method.learns_in_rounds() else []
         self.epoch = 0
         self.steps = {"weights": 0, "prior": 0, "augment": 0}
         self.seconds = {"total": 0.0, "weights": 0.0, "hyper": 0.0}
@@ -99,7 +97,7 @@ class Trainer:
         if self.epoch in self.rounds:
             with self.timed("hyper"):
                 metrics |= self._hyper_round()
-        if self.method.learns:
+        if self.method.learns():
             metrics |= _augmentation(self.problem)
         if self.epoch % self._eval_every == 0 or self.finished:
             evidence = self.method.progress()

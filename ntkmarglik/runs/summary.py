@@ -49,8 +49,9 @@ def summarise(trainer: Trainer) -> Metrics:
         "prior_precision": {
             name: p.mean().item() for name, p in problem.prior.precisions().items()
         },
+        # of a variational posterior the prior is known in closed form and starts nowhere
         "initial_prior_precision": None
-        if trainer.method.structure == "elbo"
+        if trainer.method.measures_by == "draws"
         else hyper.prior_precision,
         "augmentation": None if eta is None else eta.detach().tolist(),
         "ranks": 1 if problem.ranks is None else problem.ranks.size,

@@ -8,16 +8,27 @@ from typing import Any
 
 import torch
 
+from asdl_marglik import STRUCTURES
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.learn.methods import Method, Problem
+from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.train import hyper_epochs
 from ntkmarglik.machine.device import device_of, free_memory
 from ntkmarglik.machine.speed import Speed, seconds
-from ntkmarglik.programs.classify.config import WITHOUT_BLOCKS, Config
+from ntkmarglik.problem.models import check_uses
 
 FEW = 32  # data points of a first timing
 PATIENCE = 2.0  # seconds that a timing may take
 WITH_GRADIENT = 3  # times the algebra of a value: an inverse and products with it besides
+POSITIVE = (
+    *("epochs", "batch_size", "frequency", "samples", "solver_passes", "solver_tolerance"),
+    *("em_steps", "lr", "prior_precision", "aug_samples", "sigma", "collective_timeout"),
+)
+NOT_NEGATIVE = (
+    *("subset", "outputs", "n_data", "blocks_per_step", "aug_block", "kappa", "burnin"),
+    *("prior_steps", "aug_steps", "lr_min", "lr_hyp", "lr_hyp_min", "lr_aug", "lr_aug_min"),
+    *("seed", "threads", "eval_every", "memory_budget", "width"),
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,6 @@ class Sizes:
     modules: tuple[int, ...]  # parameters of each module
     subset: int
     outputs: int
-    samples: int = 0  # of the posterior
 
     @property
     def rows(self) -> int:
@@ -41,84 +51,48 @@ class Sizes:
 
 def check_settings(config: Config) -> None:
     """Refuse what is wrong whatever the data."""
-    hyper = config.hyperparameters
-    training = config.training
-    run = config.run
-    positive = {
-        "epochs": training.epochs,
-        "batch_size": training.batch_size,
-        "frequency": training.frequency,
-        "samples": config.sampling.samples,
-        "solver_passes": config.sampling.solver_passes,
-        "solver_tolerance": config.sampling.solver_tolerance,
-        "em_steps": config.sampling.em_steps,
-        "lr": training.lr,
-        "prior_precision": hyper.prior_precision,
-        "aug_samples": hyper.aug_samples,
-        "sigma": hyper.sigma,
-        "collective_timeout": run.collective_timeout,
-    }
-    for name, value in positive.items():
-        if not value > 0:
-            raise NtkMarglikError(
-                f"--{name.replace('_', '-')} must be greater than 0, but is {value}."
-            )
-    not_negative = {
-        "subset": config.estimator.subset,
-        "outputs": config.estimator.outputs,
-        "n_data": config.problem.n_data,
-        "blocks_per_step": config.estimator.blocks_per_step,
-        "aug_block": config.estimator.aug_block,
-        "kappa": config.estimator.kappa,
-        "burnin": training.burnin,
-        "prior_steps": training.prior_steps,
-        "aug_steps": training.aug_steps,
-        "lr_min": training.lr_min,
-        "lr_hyp": training.lr_hyp,
-        "lr_hyp_min": training.lr_hyp_min,
-        "lr_aug": training.lr_aug,
-        "lr_aug_min": training.lr_aug_min,
-        "seed": run.seed,
-        "threads": run.threads,
-        "eval_every": run.eval_every,
-        "memory_budget": run.memory_budget,
-        "width": config.problem.width,
-    }
-    for name, value in not_negative.items():
-        if not value >= 0:
-            raise NtkMarglikError(
-                f"--{name.replace('_', '-')} must not be negative, but is {value}."
-            )
-    if hyper.flip and hyper.augment == "none":
+    _check_ranges(config)
+    check_uses(config.problem.model, depth=config.problem.depth, width=config.problem.width)
+    if config.hyperparameters.flip and config.hyperparameters.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
-    if config.estimator.method == "augerino" and hyper.augment == "none":
-        raise NtkMarglikError(
-            "--method augerino learns the ranges of an augmentation and needs --augment affine."
-        )
-    if config.estimator.method == "elbo" and config.estimator.kappa not in (0, 1):
-        raise NtkMarglikError(
-            f"--kappa {config.estimator.kappa:g} emphasises the data, which is --method de-elbo; "
-            "that of elbo is 1."
-        )
-    if config.estimator.aug_block and (
-        config.estimator.subset or config.estimator.method not in ("kfac", "diag")
-    ):
-        raise NtkMarglikError(
-            "--aug-block is for estimators of all data: --method kfac or diag with --subset 0."
-        )
-    if config.estimator.method == "sampled" and hyper.augment != "none":
-        raise NtkMarglikError(
-            "--method sampled learns the prior only; use --augment none, or --method ntk or kfac."
-        )
     if config.sampling.ladder < 2:
         raise NtkMarglikError(
             f"--ladder needs at least 2 precisions, but is {config.sampling.ladder}."
         )
-    if run.device == "cuda" and not torch.cuda.is_available():
+    if config.run.device == "cuda" and not torch.cuda.is_available():
         raise NtkMarglikError(
             "--device cuda, but torch sees no GPU here; use --device cpu or auto."
         )
-    if config.estimator.method not in WITHOUT_BLOCKS and not hyper_epochs(training):
+    _check_method(config)
+
+
+def _check_ranges(config: Config) -> None:
+    """Refuse numbers that are too small."""
+    settings = config.flat()
+    for name in POSITIVE:
+        if not settings[name] > 0:
+            raise NtkMarglikError(
+                f"--{name.replace('_', '-')} must be greater than 0, but is {settings[name]}."
+            )
+    for name in NOT_NEGATIVE:
+        if not settings[name] >= 0:
+            raise NtkMarglikError(
+                f"--{name.replace('_', '-')} must not be negative, but is {settings[name]}."
+            )
+
+
+def _check_method(config: Config) -> None:
+    """Refuse what the method cannot work with."""
+    estimator, training = config.estimator, config.training
+    method = METHODS.named(estimator.method)
+    method.check(config)
+    if estimator.aug_block and (estimator.subset or not method.sums_over_data):
+        additive = [name for name, structure in STRUCTURES.items() if structure.additive]
+        raise NtkMarglikError(
+            f"--aug-block is for estimators of all data: --method {' or '.join(additive)} with "
+            "--subset 0."
+        )
+    if method.learns_in_rounds() and not hyper_epochs(training):
         raise NtkMarglikError(
             f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every "
             f"{training.frequency} epochs from epoch {training.burnin} on (--frequency, "
@@ -129,12 +103,13 @@ def check_settings(config: Config) -> None:
 def check_sizes(config: Config, problem: Problem) -> Sizes:
     """Refuse blocks that do not fit the data or the memory, naming the nearest choice that does."""
     estimator, data = config.estimator, problem.data
+    method = METHODS.named(estimator.method)
     if estimator.outputs > data.n_classes:
         raise NtkMarglikError(
             f"--outputs {estimator.outputs}, but {data.name} has {data.n_classes} classes; use "
             f"--outputs {data.n_classes}."
         )
-    if estimator.subset > data.n_data and estimator.method != "sampled":
+    if estimator.subset > data.n_data and method.measures_by != "samples":
         raise NtkMarglikError(
             f"--subset {estimator.subset}, but there are {data.n_data} training data; use "
             f"--subset {data.n_data} (all)."
@@ -144,14 +119,14 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         for module in problem.model.modules()
     ]
     sizes = Sizes(
-        structure="ntk" if estimator.method in WITHOUT_BLOCKS else estimator.method,
+        structure=method.name if method.uses_blocks() else Method.structure,
         modules=tuple(size for size in modules if size),
         subset=estimator.subset or data.n_data,
         outputs=estimator.outputs or data.n_classes,
-        samples=config.sampling.samples,
     )
-    # of which only the baseline has curvature
-    if config.run.baseline or "elbo" not in estimator.method:
+    if method.memory(problem) is not None:
+        method.check_memory(problem, memory_budget(config))
+    elif config.run.baseline or method.measures_by == "blocks":
         _check_memory(config, sizes, problem)
     return sizes
 
@@ -169,12 +144,6 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
 
     if needed() <= budget:
         return
-    if sizes.structure == "sampled":
-        raise NtkMarglikError(
-            f"{sizes.samples} posterior samples of {sizes.n_parameters:,} weights need about "
-            f"{needed() / 1e9:.2g} GB, and {budget / 1e9:.2g} GB may be used (--memory-budget). "
-            "Use fewer --samples."
-        )
     choices = (
         [f"--subset {fitting}"]
         if (fitting := _largest(lambda n: needed(subset=n) <= budget, sizes.subset))
@@ -197,15 +166,7 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
 
 
 def evidence_bytes(sizes: Sizes, problem: Problem) -> int:
-    """Memory of an estimate and its gradient, or of samples: with directions and residuals, and
-    two.
-    """
-    if sizes.structure == "sampled":
-        averaged = problem.config.sampling.curvature == "averaged"
-        # outputs of samples
-        kept = sizes.samples * problem.data.n_data * problem.data.n_classes if averaged else 0
-        numbers = (3 * sizes.samples + 2) * sizes.n_parameters + kept
-        return numbers * problem.data.x_train.element_size()
+    """Memory of the estimate of a block and its gradient."""
     ml = problem.marginal_likelihood(sizes.structure)
     ml.outputs = sizes.outputs
     return ml.memory(problem.data.x_train[:1], sizes.subset)
@@ -244,10 +205,12 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         rounds = len(hyper_epochs(training))
         evidence = f"{rounds} rounds x at most {round_seconds:.1f} s"
         total += rounds * round_seconds
-    if method.learns and config.run.baseline:
+    if method.learns() and config.run.baseline:
         copies = 1 if problem.augment is None else config.hyperparameters.aug_samples
         total += training.epochs * steps_per_epoch * weight_seconds / copies
-    needed, allowed = evidence_bytes(sizes, problem), memory_budget(config)
+    own_memory = method.memory(problem)
+    needed = evidence_bytes(sizes, problem) if own_memory is None else own_memory
+    allowed = memory_budget(config)
     lines = [
         f"data        {data.name}: {data.n_data} training, {len(data.y_test)} test, inputs "
         f"{data.input_shape}, {data.n_classes} classes",

@@ -15,6 +15,7 @@ from laplace_marglik import GaussianPrior, Ranks, RanksError
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.distributed import by_first, meeting, rank, restarts
 from ntkmarglik.learn.methods import METHODS, Method, Problem
+from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.train import Trainer
 from ntkmarglik.machine import device as machine
 from ntkmarglik.machine.exits import exit_code
@@ -59,7 +60,7 @@ def run(config: Config) -> report.Runs:
         problem = prepare(config, data, ranks)
         sizes = preflight.check_sizes(config, problem)
         with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
-            method = METHODS[config.estimator.method](problem)
+            method = METHODS.named(config.estimator.method)(problem)
             path = by_first(ranks, lambda: folder_of(config), "choice of a folder")
             try:
                 runs = _runs(problem, method, path)
@@ -85,7 +86,7 @@ def _dry_run(config: Config) -> report.Runs:
     problem = prepare(config, data)
     sizes = preflight.check_sizes(config, problem)
     with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
-        method = METHODS[config.estimator.method](problem)
+        method = METHODS.named(config.estimator.method)(problem)
         print(yaml.safe_dump(config.flat(), sort_keys=False))
         print(preflight.report(config, sizes, problem, method))
     return {}
@@ -107,7 +108,7 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
     """The configured run and, if it learns hyperparameters, the same without."""
     label = name_of(problem.config)
     runs = {label: train(problem, method, path, label)}
-    if problem.config.run.baseline and method.learns:
+    if problem.config.run.baseline and method.learns():
         fixed = prepare(baseline_of(problem.config), problem.data, problem.ranks)
         runs["MAP baseline"] = train(
             fixed, method.baseline(fixed), path / "baseline", "MAP baseline"
@@ -117,7 +118,7 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
 
 def baseline_of(config: Config) -> Config:
     """The same settings with a fixed prior, and without the augmentation that is learned."""
-    fixed = config.updated(method="map")
+    fixed = config.updated(method=Map.name)
     return (
         fixed.updated(aug_init=0.0)
         if config.hyperparameters.flip

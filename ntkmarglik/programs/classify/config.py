@@ -1,0 +1,20 @@
+"""The command line of the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ntkmarglik.learn.config import METHOD, Config
+from ntkmarglik.learn.methods import METHODS
+from ntkmarglik.settings import parse_as
+
+__all__ = ["Config", "parse"]
+
+METHOD.offer(METHODS)
+
+
+def parse(arguments: Sequence[str] | None = None) -> Config:
+    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags
+    override it.
+    """
+    return parse_as(Config, arguments)
