@@ -28,7 +28,7 @@ class Laplace(MeasuredByBlocks):
     learns_by = "evidence"
 
     def __init__(self, problem: Problem):
-        super().__init__(problem, self.name)
+        super().__init__(problem, self.structure)
         self.partition = problem.partition()
 
     def baseline(self, fixed: Problem) -> Method:
@@ -103,6 +103,7 @@ def laplace_with(curvature: Structure) -> type[Laplace]:
         name = curvature.name
         label = curvature.label
         colour = curvature.colour
+        structure = curvature.name
         sums_over_data = curvature.additive
 
     return LaplaceWithStructure

@@ -119,7 +119,8 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         for module in problem.model.modules()
     ]
     sizes = Sizes(
-        structure=method.name if method.uses_blocks() else Method.structure,
+        # a baseline is measured by blocks also where the method itself is not
+        structure=method.structure if method.structure in STRUCTURES else Method.structure,
         modules=tuple(size for size in modules if size),
         subset=estimator.subset or data.n_data,
         outputs=estimator.outputs or data.n_classes,
