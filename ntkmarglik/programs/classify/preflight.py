@@ -195,17 +195,8 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     steps_per_epoch = -(-data.n_data // training.batch_size)
     total = training.epochs * steps_per_epoch * weight_seconds
     weights = f"{training.epochs} epochs x {steps_per_epoch} steps x {1000 * weight_seconds:.1f} ms"
-    evidence = "none"
-    if method.learns_by == "evidence":
-        rounds, steps = len(hyper_epochs(training)), _steps_per_round(config, problem)
-        hyper_seconds = _evidence_seconds(sizes, problem, method)
-        evidence = f"{rounds} rounds x {steps} estimates x {1000 * hyper_seconds:.1f} ms"
-        total += rounds * steps * hyper_seconds
-    round_seconds = method.round_seconds()
-    if round_seconds is not None:
-        rounds = len(hyper_epochs(training))
-        evidence = f"{rounds} rounds x at most {round_seconds:.1f} s"
-        total += rounds * round_seconds
+    evidence, evidence_seconds = _evidence_cost(config, sizes, problem, method)
+    total += evidence_seconds
     if method.learns() and config.run.baseline:
         copies = 1 if problem.augment is None else config.hyperparameters.aug_samples
         total += training.epochs * steps_per_epoch * weight_seconds / copies
@@ -228,6 +219,20 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         + (", baseline included" if config.run.baseline else ""),
     ]
     return "\n".join(lines)
+
+
+def _evidence_cost(
+    config: Config, sizes: Sizes, problem: Problem, method: Method
+) -> tuple[str, float]:
+    """What learning by the evidence takes in all, in words and in seconds."""
+    rounds = len(hyper_epochs(config.training))
+    round_seconds = method.round_seconds()
+    if round_seconds is not None:
+        return f"{rounds} rounds x at most {round_seconds:.1f} s", rounds * round_seconds
+    if method.learns_by != "evidence":
+        return "none", 0.0
+    steps, each = _steps_per_round(config, problem), _evidence_seconds(sizes, problem, method)
+    return f"{rounds} rounds x {steps} estimates x {1000 * each:.1f} ms", rounds * steps * each
 
 
 def _steps_per_round(config: Config, problem: Problem) -> int:
