@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import psutil
 import torch
 
+from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import local_rank, local_size, world_size
 from ntkmarglik.problem.data import Dataset
-from ntkmarglik.programs.classify.config import Config
 
 SMALL_NETWORK = 100_000  # parameters
 SMALL_STEP = 1_000_000  # input values in a weight step

@@ -30,6 +30,7 @@ from fuzz_pieces import (
 )
 from torch import nn
 
+import asdl_marglik
 from laplace_marglik import (
     Bernoulli,
     Categorical,
@@ -47,7 +48,7 @@ LIKELIHOODS = {
     "poisson": Poisson,
     "heteroscedastic": HeteroscedasticGaussian,
 }
-STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
+STRUCTURES = tuple(asdl_marglik.STRUCTURES)
 ROOTS = ("paper", "fisher", "symmetric", "eigen")
 PRIORS = {
     "scalar": "scalar",

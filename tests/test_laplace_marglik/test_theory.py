@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.functional import hessian
 
 import laplace_marglik
+from asdl_marglik import STRUCTURES
 from laplace_marglik import (
     ClassPartition,
     Evidence,
@@ -23,7 +24,6 @@ from laplace_marglik import (
     MarginalLikelihood,
 )
 
-STRUCTURES = ["ntk", "full", "blockdiag", "kfac", "diag"]
 TRUE_ROOTS = ["fisher", "symmetric", "eigen"]
 examples = settings(max_examples=6, deadline=None, derandomize=True)
 

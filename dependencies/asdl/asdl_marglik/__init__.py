@@ -4,7 +4,7 @@ diagonals.
 
 from asdl_marglik.curvature.kernel.gram import mixed_gram
 from asdl_marglik.curvature.problem import Groups, Problem
-from asdl_marglik.curvature.structure import STRUCTURES, Structure, guarantee_of, parts_of
+from asdl_marglik.curvature.structure import STRUCTURES, Structure, parts_of, register_structure
 from asdl_marglik.curvature.term import Settled, Term
 from asdl_marglik.errors import CurvatureError, PrecisionLost
 from asdl_marglik.linalg import eigen_root, eigenvalues, log_det_identity_plus, psd_sqrt
@@ -73,7 +73,6 @@ __all__ = [
     "evaluating",
     "free_memory",
     "full_precision",
-    "guarantee_of",
     "hyperparameters_in",
     "largest_fitting",
     "log_det_identity_plus",
@@ -84,6 +83,7 @@ __all__ = [
     "parts_of",
     "psd_sqrt",
     "register",
+    "register_structure",
     "run",
     "run_averaged",
     "seeded",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asdl_marglik import Passes, Settled, guarantee_of
+from asdl_marglik import STRUCTURES, Passes, Settled
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.evidence import Status
 from laplace_marglik.likelihood import Likelihood
@@ -52,7 +52,7 @@ def status_of(structure: str, true_root: bool, *, everything: bool) -> Status:
 
     A structure that does not say what it guarantees guarantees nothing.
     """
-    guarantee = guarantee_of(structure)
+    guarantee = STRUCTURES[structure].guarantee
     if guarantee == "approximation" or not true_root:
         return "approximation"
     return "exact" if everything and guarantee == "exact" else "bound"
