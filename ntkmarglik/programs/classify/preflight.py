@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from asdl_marglik import STRUCTURES
+from asdl_marglik import STRUCTURES, free_memory
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.distributed import local_size
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.train import hyper_epochs
-from ntkmarglik.machine.device import device_of, free_memory
+from ntkmarglik.machine.device import check_device, device_of
 from ntkmarglik.machine.speed import Speed, seconds
 from ntkmarglik.problem.models import check_uses
 from ntkmarglik.settings import check_numbers
@@ -47,10 +48,7 @@ def check_settings(config: Config) -> None:
     check_uses(config.problem.model, depth=config.problem.depth, width=config.problem.width)
     if config.hyperparameters.flip and config.hyperparameters.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise NtkMarglikError(
-            "--device cuda, but torch sees no GPU here; use --device cpu or auto."
-        )
+    check_device(config.run.device)
     _check_method(config)
 
 
@@ -106,8 +104,14 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
 
 
 def memory_budget(config: Config) -> float:
-    """Bytes that the evidence may use."""
-    return config.run.memory_budget * 1e9 or free_memory(device_of(config)) / 2
+    """Bytes that the evidence may use; by default half of what is free, of which each process on
+    this machine has its share, while a GPU is one process's own.
+    """
+    if config.run.memory_budget:
+        return config.run.memory_budget * 1e9
+    device = device_of(config)
+    sharers = local_size() if device.type == "cpu" else 1
+    return free_memory(device) / sharers / 2
 
 
 def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
