@@ -215,7 +215,7 @@ class FuzzCase:
     blocks: str
 
     @property
-    def seeds_follow_outputs(self):
+    def cotangents_follow_outputs(self):
         """Whether rows are some columns of a true root of a full Hessian."""
         return (
             self.columns is not None and self.root != "paper" and self.likelihood == "categorical"

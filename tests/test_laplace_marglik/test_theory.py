@@ -280,7 +280,9 @@ def test_mean_over_all_blocks_is_the_partition_sum(structure, root, columns):
     for partition in partitions(y, columns):
         evidences = [ml(x[b.index], y[b.index], block=b) for b in partition]
         rows = [
-            reference.rows(jacobian[b.index], reference.seeds(lik, f[b.index], b.columns, root))
+            reference.rows(
+                jacobian[b.index], reference.cotangents(lik, f[b.index], b.columns, root)
+            )
             for b in partition
         ]
         modules = reference.module_blocks(model, names)
