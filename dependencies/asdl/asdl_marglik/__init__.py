@@ -1,6 +1,4 @@
-"""Differentiable curvature of any torch module: kernels, dense and Kronecker-factored blocks,
-diagonals.
-"""
+"""Differentiable curvature of any torch module: kernels, dense, Kronecker or diagonal blocks."""
 
 from asdl_marglik.curvature.kernel.gram import mixed_gram
 from asdl_marglik.curvature.problem import Groups, Problem
