@@ -32,7 +32,7 @@ from laplace_marglik.posterior.sampled import ConjugateGradients
 from laplace_marglik.posterior.sampled.system import Loader
 from ntkmarglik.learn.evaluate import joint_log_likelihood, metrics
 from ntkmarglik.problem.data import Dataset, load
-from ntkmarglik.problem.models import build
+from ntkmarglik.problem.models import DEPTH, build
 
 TARGET = Path(__file__).parent.parent / "illustrations/data/sampled.csv"
 CURVATURES: tuple[Literal["outputs", "averaged"], ...] = ("outputs", "averaged")
@@ -59,7 +59,7 @@ class Study:
     start: float = 1.0
     tolerance: float = 0.01  # relative residual of the samples
     exclude: tuple[str, ...] = ()
-    depth: int = 10
+    depth: int = DEPTH
     width: int = 0
 
 
@@ -96,6 +96,7 @@ STUDIES = {
         width=4,
         start=64,
         tolerance=0.03,
+        depth=10,
     ),
 }
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import tyro
 import yaml
@@ -19,6 +20,42 @@ import yaml
 from ntkmarglik.errors import NtkMarglikError
 
 S = TypeVar("S", bound="Settings")
+
+
+class Choices:
+    """The names in a registry, for a setting that has one or several of them as its value.
+
+    They are asked for when a command line is read: what is registered until then is on offer. Of a
+    registry whose entries need the settings, and which they therefore cannot import, the names are
+    given later: `offer`.
+    """
+
+    def __init__(self, registry: Collection[str] = ()):
+        self._registry = registry
+
+    def offer(self, registry: Collection[str]) -> None:
+        """Take the names from this registry."""
+        self._registry = registry
+
+    def one(self) -> Any:
+        """Marks a setting whose value is one of the names: `Annotated[str, choices.one()]`."""
+        return tyro.conf.arg(constructor_factory=self._name, help_behavior_hint=_default)
+
+    def several(self) -> Any:
+        """Marks a setting whose value is a tuple of the names."""
+        return tyro.conf.arg(constructor_factory=self._names, help_behavior_hint=_default)
+
+    def _name(self) -> Any:
+        return Literal[tuple(self._registry)]
+
+    def _names(self) -> Any:
+        return tuple[self._name(), ...]  # type: ignore[misc]
+
+
+def _default(shown: str) -> str:
+    """The end of a help text; tyro shows the default of a setting with choices as a list."""
+    names = re.findall(r"[\w-]+", shown)
+    return f"(default: {' '.join(names)})"
 
 
 @dataclass(frozen=True)

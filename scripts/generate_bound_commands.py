@@ -15,7 +15,6 @@ from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.grid.config import GridConfig
 from ntkmarglik.programs.paper.experiments import described, difference, load_grid
 
-STRUCTURES = ("ntk", "blockdiag", "kfac", "diag")
 SUBSETS = (10, 20, 50, 100, 250, 500)
 SMALL = (
     *("MAP", "ntk-20-1", "ntk-100-1", "ntk-500-1", "ntk-20-C", "ntk-100-C", "blockdiag-100-1"),
@@ -33,7 +32,7 @@ def paper_runs(names: list[str]) -> Iterator[Config]:
     all data only; with all data there is nothing to group.
     """
     yield from runs(names, "full", ["MAP", "full-N-C"])
-    for structure in STRUCTURES:
+    for structure in GridConfig().grid.structures:
         for outputs in ("C", "1"):
             labels = [f"{structure}-{subset}-{outputs}" for subset in SUBSETS]
             yield from runs(names, "full", labels)

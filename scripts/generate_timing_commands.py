@@ -8,13 +8,17 @@ other)
 from commands import Experiment, Scale, print_commands
 from generate_bound_commands import estimators
 
+from ntkmarglik.learn.methods import METHODS
+
 
 def experiments(scale: Scale) -> list[Experiment]:
     """The estimators of the bound experiments but MAP, which estimates nothing; one seed."""
     found = []
     for name, figure in (("prior", "Figure 13"), ("lila", "Figure 1")):
         files = (f"bound-{name}", "timing")
-        configs = tuple(c for c in estimators(list(files), scale) if c.estimator.method != "map")
+        configs = tuple(
+            c for c in estimators(list(files), scale) if METHODS[c.estimator.method].learns()
+        )
         found.append(Experiment(f"timing-{name}", files, figure, (0,), configs))
     return found
 

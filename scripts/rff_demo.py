@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ntkmarglik.programs.paper.figures.style import COLOURS, sheet
+from ntkmarglik.programs.paper.figures.style import sheet
 from ntkmarglik.runs.records import write
+from ntkmarglik.runs.report import COLOURS
 
 HERE = Path(__file__).parent.parent / "illustrations"
 N_DATA = 20

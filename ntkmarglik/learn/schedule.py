@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from ntkmarglik.programs.classify.config import Training
+from ntkmarglik.learn.config import Training
 
 
 def cosine(step: int, total: int, first: float, last: float) -> float:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from laplace_marglik import Evidence
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import SharedLoss, named
 from ntkmarglik.learn.evaluate import BATCH, evaluate
 from ntkmarglik.learn.methods import Method, Problem, Round
 from ntkmarglik.learn.schedule import cosine, hyper_epochs, set_rate, weight_optimizer
 from ntkmarglik.machine.device import peak_memory
 from ntkmarglik.machine.interrupts import deferred_interrupts
-from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.runs.folder import NoFolder, RunFolder
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.resumable import Progress
@@ -48,9 +48,7 @@ class Trainer:
         self.weights = weight_optimizer(problem.model, self.training)
         self.prior = torch.optim.Adam(method.hyperparameters(), self.training.lr_hyp)
         self.augment = self._augment_optimizer()
-        self.rounds: list[int] = []
-        if method.learns_by in ("evidence", "samples"):
-            self.rounds = hyper_epochs(self.training)
+        self.rounds = hyper_epochs(self.training) if method.learns_in_rounds() else []
         self.epoch = 0
         self.steps = {"weights": 0, "prior": 0, "augment": 0}
         self.seconds = {"total": 0.0, "weights": 0.0, "hyper": 0.0}
@@ -122,7 +120,7 @@ class Trainer:
         if self.epoch in self.rounds:
             with self.timed("hyper"):
                 metrics |= self._hyper_round()
-        if self.method.learns:
+        if self.method.learns():
             metrics |= _augmentation(self.problem)
         if self.epoch % self._eval_every == 0 or self.finished:
             metrics |= self._evaluations()

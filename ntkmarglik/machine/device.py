@@ -8,12 +8,12 @@ import resource
 import sys
 from collections.abc import Iterator
 
-import psutil
 import torch
 
-from ntkmarglik.learn.distributed import local_rank, local_size, world_size
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.distributed import local_rank, world_size
 from ntkmarglik.problem.data import Dataset
-from ntkmarglik.programs.classify.config import Config
 
 SMALL_NETWORK = 100_000  # parameters
 SMALL_STEP = 1_000_000  # input values in a weight step
@@ -33,6 +33,14 @@ def device_named(name: str) -> torch.device:
     if name == "cuda" and world_size() > 1:
         return torch.device(name, local_rank())
     return torch.device(name)
+
+
+def check_device(name: str) -> None:
+    """Refuse a GPU where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise NtkMarglikError(
+            "--device cuda, but torch sees no GPU here; use --device cpu or auto."
+        )
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -68,13 +76,6 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had; of a machine's memory, the share of one of its processes."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available // local_size()
 
 
 def peak_memory(device: torch.device) -> int:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asdl_marglik import STRUCTURES
+
 SIDE = 1000  # of matrices that are timed
 
 
@@ -53,15 +55,17 @@ class Speed:
 
     def algebra(self, structure: str, rows: int, modules: tuple[int, ...]) -> float:
         """Kernels or weight-space matrices of a block of some rows and their decomposition; little
-        for kfac and diag.
+        for sums over data.
 
         modules: parameters of each.
         """
-        if structure not in ("ntk", "full", "blockdiag"):
+        if STRUCTURES[structure].additive:
             return 0.0
-        blocks = modules if structure == "blockdiag" else (sum(modules),)
+        exact = STRUCTURES[structure].guarantee == "exact"
+        blocks = (sum(modules),) if exact else modules
         total = 0.0
         for parameters in blocks:
+            # the kernel is square in rows also where there are more of them than parameters
             side = rows if structure == "ntk" else min(rows, parameters)
             # half of a kernel is the mirror image of the other
             mirrored = 0.5 if side == rows else 1.0

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.classify.config import WITHOUT_BLOCKS, Config
+from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.runs import checkpoint
 from ntkmarglik.runs.loggers import Metrics, Mirrors
 from ntkmarglik.settings import Settings
@@ -150,13 +151,8 @@ def read_summary(path: Path) -> Metrics | None:
 
 
 def name_of(config: Config) -> str:
-    """METHOD-S-K, as the paper writes it; N and C mean all."""
-    estimator = config.estimator
-    if estimator.method in WITHOUT_BLOCKS:
-        return estimator.method
-    if estimator.method == "sampled":
-        return f"sampled-{config.sampling.samples}"
-    return f"{estimator.method}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
+    """What the method calls a run of it."""
+    return METHODS.named(config.estimator.method).run_name(config)
 
 
 def folder_of(config: Config) -> Path:

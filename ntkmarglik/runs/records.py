@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.learn.config import Config
 from ntkmarglik.programs.grid.config import CSV as GRID_CSV
 from ntkmarglik.programs.paper.experiments import label_of
 from ntkmarglik.runs.folder import read_metrics, read_summary

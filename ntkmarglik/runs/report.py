@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from asdl_marglik import augmented
+from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.problem.augment import RANGES
 from ntkmarglik.runs.loggers import Metrics
 
@@ -94,9 +95,9 @@ def _evidence(summary: Metrics) -> str:
 
 
 def _status(summary: Metrics) -> str:
-    kind = " (ELBO)" if summary.get("log_marglik_structure") == "elbo" else ""
     words = {"exact": "exact", "bound": "a lower bound", "approximation": "an approximation"}
-    return words[summary["log_marglik_status"]] + kind
+    kind = METHODS.named(summary["method"]).evidence_kind
+    return words[summary["log_marglik_status"]] + (f" ({kind})" if kind else "")
 
 
 def _width(summary: Metrics) -> str:

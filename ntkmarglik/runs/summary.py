@@ -67,7 +67,7 @@ def _hyperparameters(trainer: Trainer) -> Metrics:
     """
     precisions = trainer.problem.prior.precisions()
     start: float | None = trainer.config.hyperparameters.prior_precision
-    if trainer.method.structure == "elbo":
+    if trainer.method.measures_by == "draws":  # by a variational posterior, with its closed form
         start = None
     eta = getattr(trainer.problem.augment, "eta", None)
     return {

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.learn.config import Config
 from ntkmarglik.runs.loggers import Metrics
 
 # not numbers, or settings: from the configuration

@@ -16,7 +16,7 @@ from cases import CASES, seeded
 from distributed_runs import RUNS, alone, compare
 from torch import nn
 
-from asdl_marglik import CurvatureError
+from asdl_marglik import STRUCTURES, CurvatureError
 from laplace_marglik import (
     DataEmphasizedELBO,
     GaussianPrior,
@@ -27,8 +27,6 @@ from laplace_marglik import (
 )
 from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
 from ntkmarglik.problem.augment import AffineAugmentation
-
-STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
 
 
 def close(found, expected, what, rtol=1e-9):

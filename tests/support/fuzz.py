@@ -30,6 +30,7 @@ from fuzz_pieces import (
 )
 from torch import nn
 
+import asdl_marglik
 from laplace_marglik import (
     Bernoulli,
     Categorical,
@@ -47,7 +48,7 @@ LIKELIHOODS = {
     "poisson": Poisson,
     "heteroscedastic": HeteroscedasticGaussian,
 }
-STRUCTURES = ("ntk", "full", "blockdiag", "kfac", "diag")
+STRUCTURES = tuple(asdl_marglik.STRUCTURES)
 ROOTS = ("paper", "fisher", "symmetric", "eigen")
 PRIORS = {
     "scalar": "scalar",
@@ -214,7 +215,7 @@ class FuzzCase:
     blocks: str
 
     @property
-    def seeds_follow_outputs(self):
+    def cotangents_follow_outputs(self):
         """Whether rows are some columns of a true root of a full Hessian."""
         return (
             self.columns is not None and self.root != "paper" and self.likelihood == "categorical"

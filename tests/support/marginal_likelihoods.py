@@ -4,6 +4,7 @@ import reference
 import torch
 from cases import CASES, LIKELIHOOD_CASES
 
+from asdl_marglik import STRUCTURES
 from laplace_marglik import (
     Bernoulli,
     Categorical,
@@ -14,7 +15,8 @@ from laplace_marglik import (
     Poisson,
 )
 
-STRUCTURES = ["ntk", "full", "blockdiag", "kfac", "diag"]
+__all__ = ["STRUCTURES", "by_name", "close", "expected", "setup"]
+
 LIKELIHOODS = {
     "categorical": Categorical,
     "gaussian": lambda: Gaussian(0.7).double(),

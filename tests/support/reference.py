@@ -161,7 +161,7 @@ def root(likelihood, f, kind):
     return _embed(blocks) / likelihood.tau**0.5
 
 
-def seeds(likelihood, f, columns=None, kind="paper"):
+def cotangents(likelihood, f, columns=None, kind="paper"):
     """Output cotangents W [n, C, K] of the root rows V = W^T J of a block.
 
     True roots: W = U[:, :, columns]. "paper": a root of the sub-block Lambda[columns, columns],
@@ -259,7 +259,7 @@ def kfac(model, x, W, names, sharing="expand", augmented=False, dense=()):
         reduce  A = 1/n sum_i (mean_t a)(mean_t a)^T    B = sum_ik (sum_t g)(sum_t g)^T
 
     Exact blocks: `dense` names, tensors that are shared between modules, layers never called
-    (such as attention's out_proj). Weight block = kron(B, A). W [n, C, K] from `seeds`.
+    (such as attention's out_proj). Weight block = kron(B, A). W [n, C, K] from `cotangents`.
     """
     data = batches(x, augmented)
     totals = defaultdict(lambda: (0.0, 0.0))  # module -> (A, B)
@@ -329,7 +329,7 @@ def evidence(
     """
     names = weight_names(model) if names is None else names
     f = outputs(model, x, augmented)
-    W = seeds(likelihood, f, columns, root)
+    W = cotangents(likelihood, f, columns, root)
     if structure == "kfac":
         log_det = kfac_log_det(kfac(model, x, W, names, sharing, augmented, dense), delta)
     else:

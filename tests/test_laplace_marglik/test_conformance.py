@@ -1,7 +1,7 @@
 """Every structure against the naive reference: values and gradients, for every kind of model, block
 and likelihood.
 
-A new structure is added to `STRUCTURES` here and inherits all of it.
+A structure that is registered inherits all of it, and needs its definition in `reference.py`.
 """
 
 import pytest

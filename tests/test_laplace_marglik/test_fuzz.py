@@ -131,12 +131,12 @@ class Oracle:
             self._measured = versions, (torch.cat(f).detach(), torch.stack(J))
         return self._measured[1]
 
-    def seeds(self, likelihood, f):
+    def cotangents(self, likelihood, f):
         """Columns of the root; those of a true one sum to zero, and to the square root of rounding
         if made by eigh.
         """
-        W = reference.seeds(likelihood, f, self.case.columns, self.case.root)
-        if self.case.seeds_follow_outputs:
+        W = reference.cotangents(likelihood, f, self.case.columns, self.case.root)
+        if self.case.cotangents_follow_outputs:
             W = W.unflatten(1, (f.shape[1], -1))
             W = (W - W.mean(1, keepdim=True)).flatten(1, 2)
         return W
@@ -149,7 +149,7 @@ class Oracle:
             n: ml.prior.log_precision[ml.prior.groups[n]].expand(w.numel())
             for n, w in ml.weights.items()
         }
-        W = self.seeds(likelihood, f)
+        W = self.cotangents(likelihood, f)
         if case.structure == "kfac":
             log_det = self.kfac_log_det(J, W, theta)
         else:
@@ -233,7 +233,9 @@ def slope(value, parameter, direction, step):
 
 def value_mismatches(case, evidence, truth):
     # in these roots the rounding of a zero eigenvalue enters by its square root
-    tolerance = 1e-6 if case.seeds_follow_outputs and case.root in ("symmetric", "eigen") else 1e-7
+    tolerance = (
+        1e-6 if case.cotangents_follow_outputs and case.root in ("symmetric", "eigen") else 1e-7
+    )
     for part in ("log_likelihood", "scatter", "log_det_ratio", "total"):
         ours, theirs = (float(getattr(e, part).detach()) for e in (evidence, truth))
         COUNTS.values += 1
@@ -322,9 +324,9 @@ def test_seeds_cover_everything():
     choices |= {"kfac": ("expand", "reduce"), "blocks": ("module", "tensor")}
     for name, expected in choices.items():
         assert {getattr(case, name) for case in cases} == set(expected), name
-    # rows whose seeds depend on the outputs, of weights that no rule covers, differentiated in the
-    # forward pass
-    hard = [case for case in cases if case.seeds_follow_outputs and has_persample_weight(case)]
+    # rows whose cotangents depend on the outputs, of weights that no rule covers, differentiated in
+    # the forward pass
+    hard = [case for case in cases if case.cotangents_follow_outputs and has_persample_weight(case)]
     ways = {(case.copies is not None, bool(case.hyper)) for case in hard}
     assert ways >= {(True, False), (False, True), (True, True)}
     assert {case.structure for case in hard if case.copies or case.hyper} == set(STRUCTURES)

@@ -256,7 +256,7 @@ def test_other_parameters_get_their_exact_or_diagonal_block(name, exact, monkeyp
     factors = reference.kfac(
         ml.model,
         x,
-        reference.seeds(reference.Likelihood("categorical"), ml.model(x)),
+        reference.cotangents(reference.Likelihood("categorical"), ml.model(x)),
         list(ml.weights),
         dense=others,
     )

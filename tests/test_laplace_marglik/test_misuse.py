@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from asdl_marglik import STRUCTURES, CurvatureError
+from asdl_marglik import STRUCTURES, CurvatureError, Structure, register_structure
 from laplace_marglik import (
     Categorical,
     ClassPartition,
@@ -604,6 +604,9 @@ def test_targets_from_numpy_and_functions_as_augmentations():
 
 
 def test_a_registered_structure_guarantees_nothing_unless_it_says_so(monkeypatch):
-    monkeypatch.setitem(STRUCTURES, "plain", lambda problem: STRUCTURES["ntk"](problem))
+    plain = Structure("plain", STRUCTURES["ntk"].parts)
+    monkeypatch.setitem(STRUCTURES, plain.name, plain)
     assert marglik(structure="plain")(X, Y).status == "approximation"
     assert marglik(structure="ntk")(X, Y).status == "exact"
+    with pytest.raises(CurvatureError, match="already a structure named 'plain'"):
+        register_structure(plain)

@@ -414,12 +414,12 @@ def test_outputs_and_derivatives_that_are_not_finite_are_named():
 
 def test_the_interval_is_the_bracket_and_two_standard_errors():
     parts = (torch.tensor(-3.0), torch.tensor(1.0), torch.tensor(2.0), 1.0, "approximation")
-    evidence = LadderEvidence(*parts, 0.5, (-5.0, -4.0))
+    evidence = LadderEvidence(*parts, 0.5, bracket=(-5.0, -4.0))
     assert evidence.interval == (-6.0, -3.0)
     assert "LadderEvidence(total=-4.5 +- 0.5" in repr(evidence) and "interval=(-6, -3)" in repr(
         evidence
     )
-    single = LadderEvidence(*parts, None, (-5.0, -4.0))
+    single = LadderEvidence(*parts, None, bracket=(-5.0, -4.0))
     assert single.interval is None and "interval=unknown: one sample" in repr(single)
 
 

@@ -11,6 +11,7 @@ import pytest
 from generators import ROOT, printed, script
 
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.problem.models import DEPTH, MODELS
 from ntkmarglik.programs.classify.config import parse
 from ntkmarglik.programs.classify.run import main
 from ntkmarglik.programs.grid.config import parse as parse_grid
@@ -222,7 +223,7 @@ def test_one_of_each_kind_could_run(kind, config, capsys):
         dataset="digits" + (f"_{variant}" if variant else ""),
         n_data=12,
         width=SMALL_WIDTH[config.problem.model],
-        depth=10,
+        depth=10 if "depth" in MODELS[config.problem.model].uses else DEPTH,
         subset=min(6, config.estimator.subset),
         aug_block=min(4, config.estimator.aug_block),
         aug_samples=2,

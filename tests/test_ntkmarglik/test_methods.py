@@ -18,7 +18,10 @@ from ntkmarglik.problem.data import load
 from ntkmarglik.programs.classify.config import parse
 from ntkmarglik.programs.classify.run import main, prepare, run
 
-AUGERINO = [*TINY, "--method", "augerino", "--augment", "affine", "--model", "mininet"]
+AUGERINO = [
+    *TINY,
+    *shlex.split("--method augerino --augment affine --model mininet --width 0"),
+]
 BY_BLOCKS = shlex.split(
     "--method kfac --subset 0 --outputs 1 --augment affine --aug-block 16 --aug-steps 5 --lr-aug "
     "0.01"
@@ -61,7 +64,7 @@ def test_augerino_rewards_width_and_leaves_the_prior_alone():
     trainer = trained(AUGERINO, load("digits", "data", n_data=64))
     problem, method = trainer.problem, trainer.method
     assert (
-        method.learns
+        method.learns()
         and trainer.rounds == []
         and trainer.steps == {"weights": 6, "prior": 0, "augment": 6}
     )
@@ -150,7 +153,8 @@ def test_over_all_blocks_the_gradient_is_that_of_all_data(method, kfac, outputs)
         "--precision",
         "float64",
     ]
-    problem = prepare(parse([*TINY, "--n-data", "48", "--model", "cnn", *flags]), data)
+    cnn = ["--n-data", "48", "--model", "cnn", "--width", "0"]
+    problem = prepare(parse([*TINY, *cnn, *flags]), data)
     ml = problem.marginal_likelihood(method)
     ml.augment = augment = Turned().double()
     blocks = data.dealt(16, problem.generator)

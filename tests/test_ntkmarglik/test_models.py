@@ -8,7 +8,7 @@ from torch import nn
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.problem.models import MODELS, build
-from ntkmarglik.problem.models.fixup import Bias, Scale
+from ntkmarglik.problem.models.fixup import Scale, Shift
 from ntkmarglik.problem.models.resnet import BasicBlock, Bottleneck
 from ntkmarglik.problem.models.wrn import WideBlock
 
@@ -117,15 +117,15 @@ def test_layers_of_the_published_networks():
 # --- Fixup
 
 
-def test_bias_and_scale_are_scalars_that_start_as_identity():
+def test_shift_and_scale_are_scalars_that_start_as_identity():
     x = random_images(2, 3, 4, 4)
-    bias, scale = Bias(), Scale()
-    assert torch.equal(bias(x), x) and torch.equal(scale(x), x)
+    shift, scale = Shift(), Scale()
+    assert torch.equal(shift(x), x) and torch.equal(scale(x), x)
     with torch.no_grad():
-        bias.bias.fill_(0.5)
+        shift.shift.fill_(0.5)
         scale.scale.fill_(-2.0)
-    assert torch.equal(bias(x), x + 0.5) and torch.equal(scale(x), x * -2.0)
-    assert bias.bias.shape == scale.scale.shape == (1,)
+    assert torch.equal(shift(x), x + 0.5) and torch.equal(scale(x), x * -2.0)
+    assert shift.shift.shape == scale.scale.shape == (1,)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_scale_of_the_first_convolutions(name, n_blocks, power):
 def test_only_fixup_scalars_have_size_one():
     model = build("resnet", (3, 32, 32), 10)
     scalars = {
-        id(p) for m in model.modules() if isinstance(m, Bias | Scale) for p in m.parameters()
+        id(p) for m in model.modules() if isinstance(m, Shift | Scale) for p in m.parameters()
     }
     assert {id(p) for p in model.parameters() if p.numel() == 1} == scalars and len(
         scalars

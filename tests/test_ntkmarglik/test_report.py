@@ -33,6 +33,7 @@ def made_up(label, *, tensors=4, learned=True, augmented=False):
         "test_ece": 0.0123,
         "train_log_likelihood": -0.01,
         "log_marglik": -1.5 if learned else -17.9,
+        "method": "ntk",
         "log_marglik_status": "approximation",
         "log_marglik_error": 0.0212,
         "seconds_total": 12345.6,

@@ -3,6 +3,7 @@ bit for bit.
 """
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from ntkmarglik.runs.folder import read_metrics
 EAGER = [*TINY, "--checkpoint-seconds", "0"]
 VARIANTS = {
     "prior": ["--epochs", "4", "--eval-every", "2"],
-    "augmentation": ["--epochs", "4", "--augment", "affine", "--flip", "--model", "mininet"],
+    "augmentation": shlex.split("--epochs 4 --augment affine --flip --model mininet --width 0"),
 }
 # in this order, each continuing after the one before: file, number of its writes that it survives +
 # 1

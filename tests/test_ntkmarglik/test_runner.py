@@ -15,10 +15,11 @@ from tiny_runs import ROOT, TINY, results
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.learn.methods.map import Map
+from ntkmarglik.learn.methods.mode import AtMode
 from ntkmarglik.learn.train import Trainer, hyper_epochs
 from ntkmarglik.machine import device as machine
 from ntkmarglik.problem.data import Dataset, load
-from ntkmarglik.problem.models import MODELS
+from ntkmarglik.problem.models import DEPTH, MODELS
 from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.programs.classify.run import baseline_of, main, prepare, run
@@ -181,7 +182,7 @@ def test_every_model_takes_two_steps_with_every_method(model, method, tmp_path):
         model=model,
         method=method,
         width=SMALL.get(model, 0),
-        depth=10,
+        depth=10 if "depth" in MODELS[model].uses else DEPTH,
         n_data=8,
         batch_size=4,
         subset=4,
@@ -312,13 +313,13 @@ def test_rounds_follow_burnin_and_frequency():
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_keeps_the_metrics(out, capsys, monkeypatch):
-    loss = Map.loss
+    loss = AtMode.loss
 
     def failing(self, x, y):
         self.calls = getattr(self, "calls", 0) + 1
         return loss(self, x, y) * (float("nan") if self.calls > 4 else 1)
 
-    monkeypatch.setattr(Map, "loss", failing)
+    monkeypatch.setattr(AtMode, "loss", failing)
     assert main([*TINY, "--out", str(out)]) == 2
     message = capsys.readouterr().err
     assert "nan in epoch 3" in message and "up to epoch 2" in message and "--lr" in message

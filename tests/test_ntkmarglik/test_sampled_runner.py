@@ -57,7 +57,7 @@ def test_scaled_features_leave_the_training_prior_alone():
     problem = prepare(parse(flags), load("digits", "data", n_data=64))
     method = METHODS["sampled"](problem)
     assert (
-        isinstance(method.baseline(problem), SampledScore) and not method.baseline(problem).learns
+        isinstance(method.baseline(problem), SampledScore) and not method.baseline(problem).learns()
     )
     posterior = method.posterior
     assert isinstance(posterior, SampledLaplace) and posterior.scaling == "g-prior"

@@ -12,6 +12,8 @@ import sampled
 from measure import Case
 from programs import ROOT, run
 
+from ntkmarglik.problem.models import check_uses
+
 
 @pytest.fixture(autouse=True)
 def few_repetitions(monkeypatch):
@@ -134,6 +136,8 @@ def test_two_ranks_are_measured(tmp_path):
 
 
 def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
+    for study in sampled.STUDIES.values():
+        check_uses(study.model, depth=study.depth, width=study.width)
     tiny = sampled.Study("digits", "mlp", 16, 1, 2, 40, 1, 8, batch=16, rungs=2, n_test=20, width=4)
     row = sampled.study(tiny, "data")
     assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))

@@ -1,10 +1,8 @@
-"""Differentiable curvature of any torch module: kernels, dense and Kronecker-factored blocks,
-diagonals.
-"""
+"""Differentiable curvature of any torch module: kernels, dense, Kronecker or diagonal blocks."""
 
 from asdl_marglik.curvature.kernel.gram import mixed_gram
 from asdl_marglik.curvature.problem import Groups, Problem
-from asdl_marglik.curvature.structure import STRUCTURES, Structure, guarantee_of, parts_of
+from asdl_marglik.curvature.structure import STRUCTURES, Structure, parts_of, register_structure
 from asdl_marglik.curvature.term import Settled, Term
 from asdl_marglik.errors import CurvatureError, PrecisionLost
 from asdl_marglik.linalg import (
@@ -16,7 +14,7 @@ from asdl_marglik.linalg import (
     psd_sqrt,
 )
 from asdl_marglik.passes.forward import Chunk
-from asdl_marglik.passes.memory import Arrangement, arrange, free_memory, largest_fitting
+from asdl_marglik.passes.memory import Arrangement, Budget, free_memory
 from asdl_marglik.passes.root_rows import RootRows, Selection
 from asdl_marglik.passes.shortcuts import ALL, FastPaths
 from asdl_marglik.passes.two_passes import Batch, Passes, augmented, statistics
@@ -50,6 +48,7 @@ __all__ = [
     "STRUCTURES",
     "Arrangement",
     "Batch",
+    "Budget",
     "Call",
     "Chunk",
     "Conditioning",
@@ -70,7 +69,6 @@ __all__ = [
     "ShardedPasses",
     "Structure",
     "Term",
-    "arrange",
     "augmented",
     "check_finite",
     "check_weights",
@@ -81,9 +79,7 @@ __all__ = [
     "evaluating",
     "free_memory",
     "full_precision",
-    "guarantee_of",
     "hyperparameters_in",
-    "largest_fitting",
     "log_det_identity_plus",
     "make_plan",
     "map_inputs",
@@ -93,6 +89,7 @@ __all__ = [
     "pivot_order",
     "psd_sqrt",
     "register",
+    "register_structure",
     "run",
     "run_averaged",
     "seeded",

@@ -1,6 +1,4 @@
-"""Marginal likelihoods of neural networks from blocks of data, differentiable in every
-hyperparameter.
-"""
+"""Differentiable marginal likelihoods of neural networks from blocks of data."""
 
 from asdl_marglik import Ranks, RanksError
 from laplace_marglik.errors import MarglikError

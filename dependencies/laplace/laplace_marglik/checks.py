@@ -1,6 +1,4 @@
-"""What users hand over, checked where it comes in: each mistake is one sentence that says what to
-give instead.
-"""
+"""Checks of arguments: each mistake is reported in one sentence that says what to give instead."""
 
 from __future__ import annotations
 
@@ -13,32 +11,29 @@ from torch import Tensor, nn
 
 from laplace_marglik.errors import MarglikError
 
-# of a log precision, noise or temperature: beyond, exp overflows in single precision
+# largest size of a log precision, noise or temperature: exp overflows in single precision at 88.7
 LARGEST_LOG = 80.0
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """A count that is at least 1."""
-    number = isinstance(value, (int, float)) or hasattr(value, "__index__")
-    if (
-        not number
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or int(value) != value
-        or value < 1
-    ):
+    """A count that is at least 1, as an int."""
+    is_number = isinstance(value, (int, float)) or hasattr(value, "__index__")
+    is_number = is_number and not isinstance(value, bool)
+    is_whole = is_number and math.isfinite(value) and int(value) == value
+    if not is_whole or value < 1:
         raise MarglikError(f"{name} must be a whole number of at least 1, got {value!r}")
     return int(value)
 
 
 def positive_number(name: str, value: float) -> float:
-    """A scale: positive and finite."""
+    """A scale that is positive and finite, as it is."""
     if not 0 < value < math.inf:
         raise MarglikError(f"{name} must be positive and finite, got {value}")
     return value
 
 
 def outside_inference_mode() -> None:
+    """Refuse `torch.inference_mode`, in which nothing can be differentiated."""
     if torch.is_inference_mode_enabled():
         raise MarglikError(
             "the evidence is made of derivatives, which torch.inference_mode() forbids; call it "
@@ -47,12 +42,12 @@ def outside_inference_mode() -> None:
 
 
 def ordinary(t: Tensor) -> Tensor:
-    """A tensor that may take part in derivatives: those of inference mode are copied."""
+    """The tensor, or a copy of one from inference mode, which cannot be differentiated."""
     return t.clone() if t.is_inference() else t
 
 
 def targets(y: Any) -> Tensor:
-    """Targets as a tensor."""
+    """Targets as a tensor, from a tensor or a NumPy array."""
     if isinstance(y, Tensor):
         return ordinary(y)
     if type(y).__module__ == "numpy":
@@ -66,14 +61,21 @@ def pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """The batches (inputs, targets) of a loader."""
     for batch in loader:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            found = f"with the keys {list(batch)}" if isinstance(batch, Mapping) else ""
-            found = f"of {len(batch)} entries" if isinstance(batch, (tuple, list)) else found
             raise MarglikError(
                 "every batch of the loader must be a pair (inputs, targets), got a "
-                f"{type(batch).__name__} {found}; wrap the loader in an object whose __iter__ "
-                "gives such pairs"
+                f"{type(batch).__name__} {_contents(batch)}; wrap the loader in an object whose "
+                "__iter__ gives such pairs"
             )
         yield batch[0], batch[1]
+
+
+def _contents(batch: Any) -> str:
+    """What is in a batch, for an error message."""
+    if isinstance(batch, Mapping):
+        return f"with the keys {list(batch)}"
+    if isinstance(batch, (tuple, list)):
+        return f"of {len(batch)} entries"
+    return ""
 
 
 class _Function(nn.Module):
@@ -88,7 +90,7 @@ class _Function(nn.Module):
 
 
 def as_module(augment: Any) -> nn.Module | None:
-    """An augmentation as a module; a plain function has nothing to learn."""
+    """An augmentation as a module; a plain function becomes one without parameters."""
     if augment is None or isinstance(augment, nn.Module):
         return augment
     if callable(augment):

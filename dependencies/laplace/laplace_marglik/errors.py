@@ -4,6 +4,4 @@ from asdl_marglik import CurvatureError
 
 
 class MarglikError(CurvatureError):
-    """An evidence cannot be computed from what was given; the message says what was expected, what
-    came and the fix.
-    """
+    """An argument or a value cannot be used; the message says what was expected and the fix."""

@@ -15,26 +15,27 @@ from laplace_marglik.errors import MarglikError
 from laplace_marglik.variational.covariance import LowRankCovariance
 
 Structure = Literal["scalar", "layerwise", "diagonal"]
+NAMED = 20  # group names in an error message, at most
 
 
 class GaussianPrior(nn.Module):
     """w ~ N(mean, Sigma / precision), the precision shared within groups of weights.
 
     `log_precision` [G] is the parameter to learn, groups in the order of
-    `model.named_parameters()`. Sigma = I unless a covariance is given.
+    `model.named_parameters()`. Sigma = I for groups without a covariance.
 
     Args:
-        model: whose parameters that require grad are the weights.
+        model: the network; its parameters that require grad are the weights.
         structure: "scalar" (one group), "layerwise" (one per parameter tensor), "diagonal" (one per
             element), or a mapping from name patterns to group names, of which the first that fits
             decides: {"head.*": "head", "*": "body"}.
-        precision: initial value, one for all, or by group name.
+        precision: initial precision, a number for all groups or a mapping from group names.
         groups: in place of a structure, one group for each name pattern with its initial precision
-            (None: `precision`); every weight must fit exactly one:
+            (None: `precision`); every weight must fit exactly one pattern:
             {"backbone.*": 1.0, "head.*": None}.
-        mean: a number, a mapping from parameter names to tensors (others zero), or "current" for
-            the weights as they are now (L2-SP).
-        covariance: Sigma of some groups by name, as of pretrained weights; for variational
+        mean: a number, a mapping from parameter names to tensors shaped as the weights (others have
+            mean zero), or "current" for the weights as they are now (L2-SP).
+        covariance: Sigma of some groups by group name, as of pretrained weights; for variational
             objectives only.
         hyper: name patterns of parameters that are not weights.
     """
@@ -66,30 +67,39 @@ class GaussianPrior(nn.Module):
         self.groups, self.group_names = groups_of(structure, weights)
         self.covariance = _covariance(covariance or {}, self.groups, self.group_names, weights)
         first = next(iter(weights.values()))
-        self.log_precision = nn.Parameter(_initial(precision, self.groups, self.group_names, first))
+        log_precision = _initial_log_precision(precision, self.group_names, first)
+        self.log_precision = nn.Parameter(log_precision)
         self.means = _Means(_means(mean, weights))
 
     @property
     def precision(self) -> Tensor:
+        """The precision of each group [G]."""
         return self.log_precision.exp()
 
     def precisions(self) -> dict[str, Tensor]:
-        """The precision of each weight: a scalar, or one value per element."""
-        return {
-            name: self.log_precision.detach()[group].exp() for name, group in self.groups.items()
-        }
+        """The precision of each weight by name: a scalar, or one value per element [numel]."""
+        log_precision = self.log_precision.detach()
+        return {name: log_precision[group].exp() for name, group in self.groups.items()}
 
     def mean_of(self, name: str) -> Tensor | float:
+        """The mean of a weight: a tensor shaped as the weight, or a number.
+
+        Args:
+            name: of the parameter.
+        """
         return self.means.of(name)
 
     def check(self, weights: Mapping[str, Tensor], hyper: Iterable[str] = ()) -> None:
-        """Refuse weights that the prior was not built for, and parameters `hyper` that it takes for
-        weights.
+        """Refuse weights that the prior was not built for.
+
+        Args:
+            weights: tensors by parameter name.
+            hyper: names of hyperparameters, none of which may be a weight of the prior.
         """
-        both = [name for name in hyper if name in self.groups]
-        if both:
+        conflicts = [name for name in hyper if name in self.groups]
+        if conflicts:
             raise MarglikError(
-                f"{both[0]!r} is a hyperparameter of the objective but a weight of the prior; "
+                f"{conflicts[0]!r} is a hyperparameter of the objective but a weight of the prior; "
                 "give the prior the same patterns, GaussianPrior(model, ..., hyper=...)"
             )
         for name, w in weights.items():
@@ -99,18 +109,22 @@ class GaussianPrior(nn.Module):
                     "hyper patterns, after freezing or unfreezing parameters"
                 )
             group = self.groups[name]
-            if isinstance(group, slice) and group.stop - group.start != w.numel():
+            if isinstance(group, int):
+                continue
+            entries = group.stop - group.start
+            if entries != w.numel():
                 raise MarglikError(
-                    f"the prior has {group.stop - group.start} precisions for {name!r}, which has "
-                    f"{w.numel()} entries; build it for this model"
+                    f"the prior has {entries} precisions for {name!r}, which has {w.numel()} "
+                    "entries; build it for this model"
                 )
 
     def check_precision(self) -> None:
-        """Refuse precisions that overflow, which would make an evidence without a meaning."""
+        """Refuse precisions that overflow: the evidence would mean nothing."""
         values = self.log_precision.detach()
-        if values.abs().max() <= LARGEST_LOG:  # False for NaN
+        valid = values.abs() <= LARGEST_LOG  # False for NaN
+        if valid.all():
             return
-        entry = int((~(values.abs() <= LARGEST_LOG)).nonzero()[0])
+        entry = int((~valid).nonzero()[0])
         raise MarglikError(
             f"the log precision of group {self.group_names[entry]!r} is {float(values[entry]):g} "
             f"(NaN or beyond {LARGEST_LOG:g}), which overflows; learn the prior with a smaller "
@@ -118,36 +132,51 @@ class GaussianPrior(nn.Module):
         )
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w - mean of each weight."""
+        """w - mean of each weight.
+
+        Args:
+            weights: tensors by parameter name.
+        """
         self.check(weights)
         deviations = {}
         for name, w in weights.items():
             mean = self.mean_of(name)
-            deviations[name] = (
-                w - mean.to(w) if isinstance(mean, Tensor) else w - mean if mean else w
-            )
+            if isinstance(mean, Tensor):
+                deviations[name] = w - mean.to(w)
+            else:
+                deviations[name] = w - mean if mean else w
         return deviations
 
     def squares(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Sum of (w - mean)^2 for each entry of the precision, in float64, as a constant."""
+        """Sum of (w - mean)^2 for each entry of the precision [G], in float64, as a constant.
+
+        Args:
+            weights: tensors by parameter name.
+        """
         squares = torch.zeros_like(self.log_precision, dtype=torch.float64, requires_grad=False)
         for name, deviation in self.deviations(weights).items():
-            group, deviation = self.groups[name], deviation.detach()
+            group = self.groups[name]
+            deviation = deviation.detach()
             if isinstance(group, int):
-                squares[group] += torch.linalg.vector_norm(deviation, dtype=torch.float64).square()
+                norm = torch.linalg.vector_norm(deviation, dtype=torch.float64)
+                squares[group] += norm.square()
             else:
                 squares[group] += deviation.double().square().flatten()
         return squares
 
     def scatter(self, squares: Tensor) -> Tensor:
-        """(w - mean)^T P0 (w - mean) from `squares`; differentiable in the precision, not in the
-        weights.
+        """(w - mean)^T P0 (w - mean), differentiable in the precision but not in the weights.
+
+        Args:
+            squares: sums of (w - mean)^2 for each entry of the precision [G], from `squares`.
         """
         return (self.log_precision.double().exp() * squares).sum()
 
     def penalty(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The same quadratic form for training the weights: differentiable in them, not in the
-        precision.
+        """(w - mean)^T P0 (w - mean), differentiable in the weights but not in the precision.
+
+        Args:
+            weights: tensors by parameter name.
         """
         precision = self.log_precision.detach().exp()
         terms = []
@@ -155,17 +184,21 @@ class GaussianPrior(nn.Module):
             group = self.groups[name]
             scale = precision[group].to(deviation.dtype)
             square = deviation.square()
-            terms.append(
-                scale * square.sum() if isinstance(group, int) else (scale * square.flatten()).sum()
-            )
+            if isinstance(group, int):
+                terms.append(scale * square.sum())
+            else:
+                terms.append((scale * square.flatten()).sum())
         return torch.stack(terms).sum()
 
 
 def groups_of(
     structure: Structure | Mapping[str, str], weights: Mapping[str, Tensor]
 ) -> tuple[Groups, list[str]]:
-    """The entry (or entries) of a vector that belong to each weight, and the name of every
-    entry.
+    """The entries of a vector that belong to each weight, and the name of every entry.
+
+    Args:
+        structure: as in `GaussianPrior`.
+        weights: tensors by parameter name.
     """
     if isinstance(structure, Mapping):
         return _groups_by_pattern(structure, weights)
@@ -177,7 +210,8 @@ def groups_of(
         groups: dict[str, int | slice] = {}
         names: list[str] = []
         for name, w in weights.items():
-            groups[name] = slice(len(names), len(names) + w.numel())
+            start = len(names)
+            groups[name] = slice(start, start + w.numel())
             names.extend([name] * w.numel())
         return groups, names
     raise MarglikError(
@@ -188,7 +222,8 @@ def groups_of(
 def _groups_by_pattern(
     patterns: Mapping[str, str], weights: Mapping[str, Tensor]
 ) -> tuple[Groups, list[str]]:
-    of = {}
+    """The first pattern that fits a weight's name gives its group."""
+    group_of = {}
     for name in weights:
         fitting = [group for pattern, group in patterns.items() if matches(name, [pattern])]
         if not fitting:
@@ -196,9 +231,9 @@ def _groups_by_pattern(
                 f"no pattern of {list(patterns)} fits the weight {name!r}; add one, or '*' for "
                 "the rest"
             )
-        of[name] = fitting[0]
-    names = list(dict.fromkeys(of.values()))
-    return {name: names.index(group) for name, group in of.items()}, names
+        group_of[name] = fitting[0]
+    names = list(dict.fromkeys(group_of.values()))
+    return {name: names.index(group) for name, group in group_of.items()}, names
 
 
 def _exclusive(
@@ -207,9 +242,7 @@ def _exclusive(
     precision: float | Mapping[str, float],
     weights: Mapping[str, Tensor],
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Groups named by their patterns, as a structure and initial precisions; each weight fits
-    exactly one pattern.
-    """
+    """Groups named by their patterns, as a structure and initial precisions."""
     if structure != "layerwise":
         raise MarglikError(
             f"give either groups or a structure, got both: {list(groups)} and {structure!r}"
@@ -221,18 +254,20 @@ def _exclusive(
     for name in weights:
         fitting = [pattern for pattern in groups if matches(name, [pattern])]
         if len(fitting) != 1:
-            found = f"fits {fitting}" if fitting else f"fits none of {list(groups)}"
+            fits = f"fits {fitting}" if fitting else f"fits none of {list(groups)}"
             raise MarglikError(
-                f"every weight must fit exactly one pattern of groups, but {name!r} {found}"
+                f"every weight must fit exactly one pattern of groups, but {name!r} {fits}"
             )
     for pattern in groups:
         if not any(matches(name, [pattern]) for name in weights):
             raise MarglikError(
                 f"the pattern {pattern!r} of groups fits no weight; weights are {list(weights)}"
             )
-    return {p: p for p in groups}, {
-        p: precision if value is None else value for p, value in groups.items()
+    by_name = {pattern: pattern for pattern in groups}
+    precisions = {
+        pattern: precision if value is None else value for pattern, value in groups.items()
     }
+    return by_name, precisions
 
 
 def _covariance(
@@ -242,31 +277,26 @@ def _covariance(
     weights: Mapping[str, Tensor],
 ) -> dict[int, LowRankCovariance]:
     """Covariances by the number of their group, which they must cover."""
-    found = {}
+    by_number = {}
     for group, sigma in covariance.items():
-        own = {
-            name: weights[name].shape
-            for name, number in groups.items()
-            if number in _numbers(group, names)
-        }
-        if not own or own != {name: d.shape for name, d in sigma.diagonal.items()}:
+        # groups of single elements share the name of their weight and have no covariance
+        number = names.index(group) if names.count(group) == 1 else None
+        members = [name for name, other in groups.items() if other == number]
+        shapes = {name: tuple(d.shape) for name, d in sigma.diagonal.items()}
+        expected = {name: tuple(weights[name].shape) for name in members}
+        if number is None or not members or shapes != expected:
             raise MarglikError(
-                f"the covariance of group {group!r} must be of its weights {list(own)} and shaped "
-                "as they are, got "
-                f"{ {name: tuple(d.shape) for name, d in sigma.diagonal.items()} }; groups are "
-                f"{names[:20]}"
+                f"the covariance of group {group!r} must be of its weights {members} and shaped "
+                f"as they are, got {shapes}; groups are {names[:NAMED]}"
             )
-        found[names.index(group)] = sigma
-    return found
+        by_number[number] = sigma
+    return by_number
 
 
-def _numbers(group: str, names: list[str]) -> list[int]:
-    return [names.index(group)] if names.count(group) == 1 else []
-
-
-def _initial(
-    precision: float | Mapping[str, float], groups: Groups, names: list[str], like: Tensor
+def _initial_log_precision(
+    precision: float | Mapping[str, float], names: list[str], like: Tensor
 ) -> Tensor:
+    """The log of the initial precision of each group [G]."""
     missing = [n for n in names if isinstance(precision, Mapping) and n not in precision]
     if missing:
         raise MarglikError(
@@ -274,7 +304,8 @@ def _initial(
             f"{list(dict.fromkeys(names))}"
         )
     values = [precision[n] if isinstance(precision, Mapping) else precision for n in names]
-    if not all(v > 0 and math.isfinite(v) and abs(math.log(v)) <= LARGEST_LOG for v in values):
+    in_range = [v > 0 and math.isfinite(v) and abs(math.log(v)) <= LARGEST_LOG for v in values]
+    if not all(in_range):
         raise MarglikError(
             f"prior precision must be positive and between exp(-{LARGEST_LOG:g}) and "
             f"exp({LARGEST_LOG:g}), got {precision}"
@@ -285,6 +316,7 @@ def _initial(
 def _means(
     mean: float | Mapping[str, Tensor] | str, weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor | float]:
+    """The prior mean of each weight by name."""
     if isinstance(mean, str):
         if mean != "current":
             raise MarglikError(

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from asdl_marglik import augmented, run_averaged
-from ntkmarglik.learn.methods.base import LearnsBy
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.methods.base import Method, Problem
 from ntkmarglik.learn.methods.map import Map
+from ntkmarglik.learn.methods.mode import MeasuredByBlocks
 
 
-class Augerino(Map):
+class Augerino(MeasuredByBlocks):
     """The MAP loss of the averaged network less a reward for wide ranges; prior fixed.
 
     loss = -log p(y | mean_a f(g_a x)) + delta |w|^2 / 2N - r |eta|        (r:
@@ -21,7 +24,17 @@ class Augerino(Map):
     Without the reward the loss prefers no augmentation, which fits the training data best.
     """
 
-    learns_by: LearnsBy = "loss"
+    name = "augerino"
+    label = "Augerino"
+    colour = "#56B4E9"
+    learns_by = "loss"
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        if config.hyperparameters.augment == "none":
+            raise NtkMarglikError(
+                "--method augerino learns the ranges of an augmentation and needs --augment affine."
+            )
 
     def parameters_of_loss(self) -> list[nn.Parameter]:
         return [] if self.problem.augment is None else list(self.problem.augment.parameters())
@@ -37,3 +50,6 @@ class Augerino(Map):
         decay = problem.prior.penalty(self.ml.weights) / (2 * problem.data.n_data)
         reward = torch.cat([p.flatten() for p in problem.augment.parameters()]).norm()
         return data + decay - problem.config.hyperparameters.augerino_regulariser * reward
+
+    def baseline(self, fixed: Problem) -> Method:
+        return Map(fixed, self.structure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from laplace_marglik import (
     Partition,
     Ranks,
 )
+from ntkmarglik.learn.config import Config
 from ntkmarglik.problem.data import Dataset
-from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.runs.loggers import Metrics
 
 LearnsBy = Literal["nothing", "loss", "evidence", "samples"]
+# curvature of blocks, samples of the posterior, or draws of a variational posterior
+MeasuresBy = Literal["blocks", "samples", "draws"]
 
 
 @dataclass(frozen=True)
@@ -116,19 +118,61 @@ class Round:
 
 
 class Method(ABC):
-    """A loss for the weights, rounds of hyperparameter steps, and a final score."""
+    """A loss for the weights, rounds of hyperparameter steps, and a final score.
 
-    learns_by: LearnsBy = "evidence"  # where the steps of its hyperparameters come from
-    # of the curvature by which its evidence is measured, or the name of another bound
-    structure = "ntk"
+    The class says what is known before a run: its name, how it looks in figures, what it needs, and
+    which settings it refuses. An object of it is the method at work on a problem.
+    """
+
+    name: ClassVar[str] = ""  # the value of --method; without one it is not on offer
+    label: ClassVar[str] = ""  # in figures and tables
+    colour: ClassVar[str] = "#999999"  # in figures
+    learns_by: ClassVar[LearnsBy] = "nothing"  # where the steps of its hyperparameters come from
+    measures_by: ClassVar[MeasuresBy] = "blocks"  # where its evidence comes from
+    evidence_kind: ClassVar[str] = ""  # said of its evidence, if that is not a Laplace evidence
+    # whether the curvature of all data is a sum over them: then --aug-block applies
+    sums_over_data: ClassVar[bool] = False
+    # of the curvature by which its evidence is measured, or the name of another estimate
+    structure: str = "ntk"
 
     def __init__(self, problem: Problem):
         self.problem = problem
 
-    @property
-    def learns(self) -> bool:
+    @classmethod
+    def learns(cls) -> bool:
         """Whether it has a baseline: the same run without learning."""
-        return self.learns_by != "nothing"
+        return cls.learns_by != "nothing"
+
+    @classmethod
+    def learns_in_rounds(cls) -> bool:
+        """Whether hyperparameters move between epochs, not with the weights."""
+        return cls.learns_by in ("evidence", "samples")
+
+    @classmethod
+    def uses_blocks(cls) -> bool:
+        """Whether it learns from blocks of S data points and K outputs, and is named by them."""
+        return cls.learns_by == "evidence"
+
+    @classmethod
+    def run_name(cls, config: Config) -> str:
+        """The method in the name of a run: METHOD-S-K, as the paper writes it; N and C mean all."""
+        if not cls.uses_blocks():
+            return cls.name
+        estimator = config.estimator
+        return f"{cls.name}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
+
+    @classmethod  # noqa: B027 - most methods take any settings
+    def check(cls, config: Config) -> None:
+        """Refuse settings that it cannot work with, whatever the data."""
+
+    @classmethod
+    def memory(cls, problem: Problem) -> int | None:
+        """Bytes that it keeps; None where that is the curvature of a block."""
+        return None
+
+    @classmethod  # noqa: B027 - most methods have no memory of their own
+    def check_memory(cls, problem: Problem, budget: float) -> None:
+        """Refuse what needs more than so many bytes, if they are not those of a block."""
 
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

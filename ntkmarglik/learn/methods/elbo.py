@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from laplace_marglik import Bounds, DataEmphasizedELBO, Evidence
-from ntkmarglik.learn.methods.base import LearnsBy, Method, Problem
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.methods.base import Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.runs.loggers import Metrics
 
@@ -15,7 +18,7 @@ DRAWS = 2  # of the weights for an estimate during training
 FINAL_DRAWS = 20  # and at the end
 
 
-class Elbo(Method):
+class Variational(Method):
     """One loss for everything: prior variances are in closed form, sigma follows the gradient
     (Harvey et al. 2025).
 
@@ -23,19 +26,20 @@ class Elbo(Method):
     data-emphasised one is maximised, since that is the larger bound.
     """
 
-    learns_by: LearnsBy = "loss"
+    learns_by = "loss"
+    measures_by = "draws"
+    evidence_kind = "ELBO"
     structure = "elbo"
 
     def __init__(self, problem: Problem):
         super().__init__(problem)
         estimator = problem.config.estimator
-        kappa = 1.0 if estimator.method == "elbo" else estimator.kappa or "auto"
         self.objective = DataEmphasizedELBO(
             problem.model,
             "classification",
             n_data=problem.data.n_data,
             prior=problem.prior,
-            kappa=kappa,  # type: ignore[arg-type]
+            kappa=self.emphasis(),
             posterior=estimator.posterior,
             antithetic=estimator.antithetic,
             sigma=problem.config.hyperparameters.sigma,
@@ -43,6 +47,10 @@ class Elbo(Method):
             generator=problem.generator,
         )
         self._last: Bounds | None = None
+
+    @abstractmethod
+    def emphasis(self) -> float | Literal["auto"]:
+        """The factor kappa of the log-likelihood."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.objective(x, y)
@@ -95,3 +103,34 @@ class Elbo(Method):
         finally:
             self.problem.generator.set_state(before)
         return self._last
+
+
+class Elbo(Variational):
+    """The evidence lower bound itself."""
+
+    name = "elbo"
+    label = "ELBO"
+    colour = "#E69F00"
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        kappa = config.estimator.kappa
+        if kappa not in (0, 1):
+            raise NtkMarglikError(
+                f"--kappa {kappa:g} emphasises the data, which is --method de-elbo; that of elbo "
+                "is 1."
+            )
+
+    def emphasis(self) -> float:
+        return 1.0
+
+
+class DataEmphasisedElbo(Variational):
+    """The bound with its log-likelihood multiplied: by --kappa, or by parameters / data."""
+
+    name = "de-elbo"
+    label = "DE-ELBO"
+    colour = "#8C564B"
+
+    def emphasis(self) -> float | Literal["auto"]:
+        return self.problem.config.estimator.kappa or "auto"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from asdl_marglik import Structure
 from laplace_marglik import Evidence, evidence_by_blocks
 from ntkmarglik.learn.distributed import together
-from ntkmarglik.learn.methods.base import LearnsBy, Problem, Round
+from ntkmarglik.learn.methods.base import Method, Problem, Round
 from ntkmarglik.learn.methods.map import Map
+from ntkmarglik.learn.methods.mode import MeasuredByBlocks
 
 
-class Laplace(Map):
+class Laplace(MeasuredByBlocks):
     """Gradient steps on the evidence of a block of data; a new block for every step, or several, on
     several ranks.
 
@@ -22,11 +25,14 @@ class Laplace(Map):
     of that size.
     """
 
-    learns_by: LearnsBy = "evidence"
+    learns_by = "evidence"
 
     def __init__(self, problem: Problem):
-        super().__init__(problem, problem.config.estimator.method)
+        super().__init__(problem, self.structure)
         self.partition = problem.partition()
+
+    def baseline(self, fixed: Problem) -> Method:
+        return Map(fixed, self.structure)
 
     def learn(self, round_: Round) -> None:
         self.partition.redraw()
@@ -87,3 +93,17 @@ class Laplace(Map):
         if self.problem.shares_blocks:
             gradients = [gradient / ranks.size for gradient in gradients]
         return together(gradients, ranks, "gradients of the evidence")
+
+
+@functools.cache
+def laplace_with(curvature: Structure) -> type[Laplace]:
+    """The method whose evidence has this structure of the curvature, and which is named by it."""
+
+    class LaplaceWithStructure(Laplace):
+        name = curvature.name
+        label = curvature.label
+        colour = curvature.colour
+        structure = curvature.name
+        sums_over_data = curvature.additive
+
+    return LaplaceWithStructure

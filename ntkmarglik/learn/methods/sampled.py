@@ -11,21 +11,25 @@ import torch
 
 from laplace_marglik import Evidence, GaussianPrior, SampledLaplace
 from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import in_turn
 from ntkmarglik.learn.evaluate import joint_log_likelihood, metrics
-from ntkmarglik.learn.methods.base import LearnsBy, Method, Problem, Round
-from ntkmarglik.learn.methods.map import Map
+from ntkmarglik.learn.methods.base import Method, Problem, Round
+from ntkmarglik.learn.methods.mode import AtMode
 from ntkmarglik.runs.loggers import Metrics
 
 BATCH = 250  # inputs whose predictions are made at once
 
 
-class SampledScore(Map):
+class SampledScore(AtMode):
     """Fixed hyperparameters, measured by samples: evidence, effective dimension and predictions."""
+
+    measures_by = "samples"
+    structure = "sampled"
 
     def __init__(self, problem: Problem):
         super().__init__(problem)
-        self.structure = "sampled"
         sampling = problem.config.sampling
         solver: ConjugateGradients | Sgd = Sgd(passes=sampling.solver_passes)
         if sampling.solver == "cg":
@@ -53,6 +57,28 @@ class SampledScore(Map):
             ranks=problem.ranks,
         )
         self._fitted = False
+
+    @classmethod
+    def memory(cls, problem: Problem) -> int:
+        """Samples with their directions and residuals, and two vectors besides."""
+        sampling, data = problem.config.sampling, problem.data
+        numbers = (3 * sampling.samples + 2) * _n_parameters(problem)
+        if sampling.curvature == "averaged":  # the outputs of samples
+            numbers += sampling.samples * data.n_data * data.n_classes
+        return numbers * data.x_train.element_size()
+
+    @classmethod
+    def check_memory(cls, problem: Problem, budget: float) -> None:
+        needed = cls.memory(problem)
+        if needed > budget:
+            raise NtkMarglikError(
+                f"{problem.config.sampling.samples} posterior samples of "
+                f"{_n_parameters(problem):,} weights need about {needed / 1e9:.2g} GB, and "
+                f"{budget / 1e9:.2g} GB may be used (--memory-budget). Use fewer --samples."
+            )
+
+    def baseline(self, fixed: Problem) -> Method:
+        return SampledScore(fixed)
 
     def sample(self) -> None:
         """Samples at the present weights and precision: anew the first time, then from where they
@@ -147,7 +173,22 @@ class SampledScore(Map):
 class Sampled(SampledScore):
     """Rounds of EM steps: samples and the linear model's mode give the precision of each group."""
 
-    learns_by: LearnsBy = "samples"
+    name = "sampled"
+    label = "sampled"
+    colour = "#882255"
+    learns_by = "samples"
+
+    @classmethod
+    def run_name(cls, config: Config) -> str:
+        return f"sampled-{config.sampling.samples}"
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        if config.hyperparameters.augment != "none":
+            raise NtkMarglikError(
+                "--method sampled learns the prior only; use --augment none, or --method ntk or "
+                "kfac."
+            )
 
     def learn(self, round_: Round) -> None:
         self.sample()
@@ -157,9 +198,6 @@ class Sampled(SampledScore):
         round_.metrics["seconds_em_step"] = (time.perf_counter() - start) / steps
         learned = {name: p.mean().item() for name, p in self.problem.prior.precisions().items()}
         round_.metrics |= {"prior_precision": learned, **self.describe()}
-
-    def baseline(self, fixed: Problem) -> Method:
-        return SampledScore(fixed)
 
     def round_seconds(self) -> float | None:
         """All passes of all samples, twice for the mode and the first solution, from one product on
@@ -183,3 +221,7 @@ class Sampled(SampledScore):
             * (sampling.samples + 1)
             * (1 + sampling.em_steps)
         )
+
+
+def _n_parameters(problem: Problem) -> int:
+    return sum(p.numel() for p in problem.model.parameters())

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,19 +14,51 @@ from ntkmarglik.problem.models.resnet import resnet, resnet50
 from ntkmarglik.problem.models.resnet_norm import resnet_norm
 from ntkmarglik.problem.models.wrn import wrn
 
-__all__ = ["MODELS", "build"]
+__all__ = ["DEPTH", "MODELS", "Model", "build", "check_uses"]
 
-Builder = Callable[[tuple[int, int, int], int, int, int], nn.Module]
+DEPTH = 18  # of a network whose depth is not set
 
-MODELS: dict[str, Builder] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "mininet": mininet,
-    "resnet": resnet,
-    "resnet50": resnet50,
-    "wrn": wrn,
-    "resnet_norm": resnet_norm,
+
+@dataclass(frozen=True)
+class Model:
+    """A network by name: `make(input_shape, n_classes, ...)` with the sizes that it uses by
+    keyword.
+    """
+
+    make: Callable[..., nn.Module]
+    uses: tuple[str, ...] = ()  # of "depth" and "width"
+
+
+MODELS: dict[str, Model] = {
+    "mlp": Model(mlp, ("width",)),
+    "cnn": Model(cnn),
+    "mininet": Model(mininet),
+    "resnet": Model(resnet, ("depth", "width")),
+    "resnet50": Model(resnet50, ("width",)),
+    "wrn": Model(wrn, ("width",)),
+    "resnet_norm": Model(resnet_norm, ("depth", "width")),
 }
+
+
+def model_named(name: str) -> Model:
+    """The entry of this name, or an error that lists them."""
+    if name in MODELS:
+        return MODELS[name]
+    close = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise NtkMarglikError(f"Unknown model {name!r}. {hint}Known are {', '.join(MODELS)}.")
+
+
+def check_uses(name: str, *, depth: int, width: int) -> None:
+    """Refuse a size that is set although the network does not use it."""
+    uses = model_named(name).uses
+    for setting, value, default in (("depth", depth, DEPTH), ("width", width, 0)):
+        if value != default and setting not in uses:
+            users = [other for other, model in MODELS.items() if setting in model.uses]
+            raise NtkMarglikError(
+                f"--{setting} {value}, but the model {name} has no {setting} to choose; leave it "
+                f"out, or use --model {' or '.join(users)}."
+            )
 
 
 def build(
@@ -33,7 +66,7 @@ def build(
     input_shape: tuple[int, int, int],
     n_classes: int,
     *,
-    depth: int = 18,
+    depth: int = DEPTH,
     width: int = 0,
     seed: int | torch.Generator = 0,
 ) -> nn.Module:
@@ -44,10 +77,7 @@ def build(
     first-stage width (residual networks) or widening factor (wrn), 0 for the published one; seed: a
     number, or a generator to draw it.
     """
-    if name not in MODELS:
-        close = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.4)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise NtkMarglikError(f"Unknown model {name!r}. {hint}Known are {', '.join(MODELS)}.")
+    model = model_named(name)
     if len(input_shape) != 3 or min(input_shape) < 1 or n_classes < 1:
         raise NtkMarglikError(
             "A model needs input_shape (channels, height, width) and n_classes, all at least 1, "
@@ -57,10 +87,12 @@ def build(
         raise NtkMarglikError(
             f"width must be positive, or 0 for the model's own default, but is {width}."
         )
+    check_uses(name, depth=depth, width=width)
     if isinstance(seed, torch.Generator):
         seed = int(torch.randint(2**62, (), generator=seed, device=seed.device))
+    sizes = {"depth": depth, "width": width}
     # Modules draw their weights on the CPU from the global generator: lend it a state, then give
     # its own back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return MODELS[name](input_shape, n_classes, depth, width)
+        return model.make(input_shape, n_classes, **{use: sizes[use] for use in model.uses})

@@ -1,4 +1,4 @@
-"""Fixup: scalar biases and scales and a careful start in place of normalisation (Zhang, Dauphin and
+"""Fixup: scalar shifts and scales and a careful start in place of normalisation (Zhang, Dauphin and
 Ma, ICLR 2019).
 """
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 
-class Bias(nn.Module):
+class Shift(nn.Module):
     """Adds one learned number, at first 0, to every entry."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
+        self.shift = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias
+        return x + self.shift
 
 
 class Scale(nn.Module):

@@ -53,17 +53,14 @@ def three_convs(
     return layers, d * left(h) * left(w)
 
 
-def mininet(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """Convolutions to 8, 16 and 32 channels (kernels 5, 3, 5), rectifiers, a linear layer; no
-    `depth` or `width`.
-    """
+def mininet(input_shape: tuple[int, int, int], n_classes: int) -> nn.Module:
+    """Convolutions to 8, 16 and 32 channels (kernels 5, 3, 5), rectifiers, a linear layer."""
     layers, n_features = three_convs(input_shape, (8, 16, 32), 3, nn.ReLU)
     return nn.Sequential(*layers, nn.Linear(n_features, n_classes))
 
 
-def cnn(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """LeNet: convolutions to 6, 16 and 120 channels, linear layers of 84 and C units; no `depth` or
-    `width`.
+def cnn(input_shape: tuple[int, int, int], n_classes: int) -> nn.Module:
+    """LeNet: convolutions to 6, 16 and 120 channels, linear layers of 84 and C units.
 
     tanh on gray images, rectifiers on colour; the middle kernel is 5 from 32 pixels on, so that
     there too one pixel is left.

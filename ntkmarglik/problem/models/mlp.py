@@ -5,8 +5,8 @@ import math
 from torch import nn
 
 
-def mlp(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """One hidden layer of `width` tanh units, 1000 if not set; `depth` is not used."""
+def mlp(input_shape: tuple[int, int, int], n_classes: int, width: int) -> nn.Module:
+    """One hidden layer of `width` tanh units, 1000 if not set."""
     width = width or 1000
     return nn.Sequential(
         nn.Flatten(),

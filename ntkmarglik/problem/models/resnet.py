@@ -4,7 +4,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.problem.models.fixup import Bias, Scale, conv, init_branch_, init_conv_, zero_linear
+from ntkmarglik.problem.models.fixup import (
+    Scale,
+    Shift,
+    conv,
+    init_branch_,
+    init_conv_,
+    zero_linear,
+)
 
 
 class BasicBlock(nn.Module):
@@ -16,21 +23,21 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.stride = stride
         self.n_new = width - n_in
-        self.bias1a = Bias()
+        self.shift_before_conv1 = Shift()
         self.conv1 = conv(n_in, width, 3, stride)
-        self.bias1b = Bias()
-        self.bias2a = Bias()
+        self.shift_after_conv1 = Shift()
+        self.shift_before_conv2 = Shift()
         self.conv2 = conv(width, width, 3)
         self.scale = Scale()
-        self.bias2b = Bias()
+        self.shift_after_conv2 = Shift()
         init_branch_([self.conv1, self.conv2], n_blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        biased = self.bias1a(x)
-        branch = F.relu(self.bias1b(self.conv1(biased)))
-        branch = self.bias2b(self.scale(self.conv2(self.bias2a(branch))))
+        shifted = self.shift_before_conv1(x)
+        branch = F.relu(self.shift_after_conv1(self.conv1(shifted)))
+        branch = self.shift_after_conv2(self.scale(self.conv2(self.shift_before_conv2(branch))))
         if self.stride > 1 or self.n_new:
-            x = F.pad(biased[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.n_new))
+            x = F.pad(shifted[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.n_new))
         return F.relu(branch + x)
 
 
@@ -44,16 +51,16 @@ class Bottleneck(nn.Module):
     def __init__(self, n_in: int, width: int, stride: int, n_blocks: int) -> None:
         super().__init__()
         n_out = self.expansion * width
-        self.bias1a = Bias()
+        self.shift_before_conv1 = Shift()
         self.conv1 = conv(n_in, width, 1)
-        self.bias1b = Bias()
-        self.bias2a = Bias()
+        self.shift_after_conv1 = Shift()
+        self.shift_before_conv2 = Shift()
         self.conv2 = conv(width, width, 3, stride)
-        self.bias2b = Bias()
-        self.bias3a = Bias()
+        self.shift_after_conv2 = Shift()
+        self.shift_before_conv3 = Shift()
         self.conv3 = conv(width, n_out, 1)
         self.scale = Scale()
-        self.bias3b = Bias()
+        self.shift_after_conv3 = Shift()
         init_branch_([self.conv1, self.conv2, self.conv3], n_blocks)
         self.shortcut: nn.Conv2d | None = None
         if stride > 1 or n_in != n_out:
@@ -61,11 +68,11 @@ class Bottleneck(nn.Module):
             init_conv_(self.shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
-        biased = self.bias1a(x)
-        branch = F.relu(self.bias1b(self.conv1(biased)))
-        branch = F.relu(self.bias2b(self.conv2(self.bias2a(branch))))
-        branch = self.bias3b(self.scale(self.conv3(self.bias3a(branch))))
-        return F.relu(branch + (x if self.shortcut is None else self.shortcut(biased)))
+        shifted = self.shift_before_conv1(x)
+        branch = F.relu(self.shift_after_conv1(self.conv1(shifted)))
+        branch = F.relu(self.shift_after_conv2(self.conv2(self.shift_before_conv2(branch))))
+        branch = self.shift_after_conv3(self.scale(self.conv3(self.shift_before_conv3(branch))))
+        return F.relu(branch + (x if self.shortcut is None else self.shortcut(shifted)))
 
 
 class FixupResNet(nn.Module):
@@ -81,16 +88,16 @@ class FixupResNet(nn.Module):
     ) -> None:
         super().__init__()
         self.stem = stem
-        self.stem_bias = Bias()
+        self.shift_after_stem = Shift()
         self.stages = stages
-        self.head_bias = Bias()
+        self.shift_before_head = Shift()
         self.head = zero_linear(n_features, n_classes)
         init_conv_(self.stem)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.stem_bias(self.stem(x)))
+        x = F.relu(self.shift_after_stem(self.stem(x)))
         x = self.stages(x).mean((2, 3))
-        return self.head(self.head_bias(x))
+        return self.head(self.shift_before_head(x))
 
 
 def blocks_per_stage(depth: int) -> int:
@@ -116,15 +123,13 @@ def resnet(input_shape: tuple[int, int, int], n_classes: int, depth: int, width:
     return FixupResNet(conv(input_shape[0], width, 3), nn.Sequential(*blocks), n_in, n_classes)
 
 
-def resnet50(
-    input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int
-) -> nn.Module:
+def resnet50(input_shape: tuple[int, int, int], n_classes: int, width: int) -> nn.Module:
     """Fixup ResNet-50 of 3, 4, 6, 3 bottleneck blocks of inner widths w, 2w, 4w, 8w, where w is 64
     if not set.
 
     The first layer has w/4 = 16 channels: that is how the paper's "16 first-layer channels" and
     "about 23 million parameters" hold at once. Its kernel is 3x3 without stride, for images of 32
-    to 64 pixels. `depth` is not used.
+    to 64 pixels.
     """
     width = width or 64
     blocks, n_in = [], max(1, width // 4)

@@ -3,7 +3,14 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ntkmarglik.problem.models.fixup import Bias, Scale, conv, init_branch_, init_conv_, zero_linear
+from ntkmarglik.problem.models.fixup import (
+    Scale,
+    Shift,
+    conv,
+    init_branch_,
+    init_conv_,
+    zero_linear,
+)
 
 # depth 16 = 3 stages of 2 blocks of 2 convolutions, 3 shortcuts and the first convolution
 BLOCKS_PER_STAGE = 2
@@ -16,13 +23,13 @@ class WideBlock(nn.Module):
 
     def __init__(self, n_in: int, width: int, stride: int, n_blocks: int) -> None:
         super().__init__()
-        self.bias1a = Bias()
+        self.shift_before_conv1 = Shift()
         self.conv1 = conv(n_in, width, 3, stride)
-        self.bias1b = Bias()
-        self.bias2a = Bias()
+        self.shift_after_conv1 = Shift()
+        self.shift_before_conv2 = Shift()
         self.conv2 = conv(width, width, 3)
         self.scale = Scale()
-        self.bias2b = Bias()
+        self.shift_after_conv2 = Shift()
         init_branch_([self.conv1, self.conv2], n_blocks)
         self.shortcut: nn.Conv2d | None = None
         if stride > 1 or n_in != width:
@@ -30,9 +37,9 @@ class WideBlock(nn.Module):
             init_conv_(self.shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
-        active = F.relu(self.bias1a(x))
-        branch = self.bias2a(F.relu(self.bias1b(self.conv1(active))))
-        branch = self.bias2b(self.scale(self.conv2(branch)))
+        active = F.relu(self.shift_before_conv1(x))
+        branch = self.shift_before_conv2(F.relu(self.shift_after_conv1(self.conv1(active))))
+        branch = self.shift_after_conv2(self.scale(self.conv2(branch)))
         return branch + (x if self.shortcut is None else self.shortcut(active))
 
 
@@ -46,7 +53,7 @@ class WideResNet(nn.Module):
     def __init__(self, n_channels: int, n_classes: int, widen: int) -> None:
         super().__init__()
         self.stem = conv(n_channels, 16, 3)
-        self.stem_bias = Bias()
+        self.shift_after_stem = Shift()
         init_conv_(self.stem)
         blocks, n_in = [], 16
         for stage in range(3):
@@ -57,17 +64,15 @@ class WideResNet(nn.Module):
                 )
                 n_in = width
         self.stages = nn.Sequential(*blocks)
-        self.head_bias = Bias()
+        self.shift_before_head = Shift()
         self.head = zero_linear(n_in, n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stages(self.stem_bias(self.stem(x)))
+        x = self.stages(self.shift_after_stem(self.stem(x)))
         x = F.relu(x).mean((2, 3))
-        return self.head(self.head_bias(x))
+        return self.head(self.shift_before_head(x))
 
 
-def wrn(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """Fixup Wide ResNet 16-k, where `width` is the widening factor k, 4 if not set; `depth` is not
-    used.
-    """
+def wrn(input_shape: tuple[int, int, int], n_classes: int, width: int) -> nn.Module:
+    """Fixup Wide ResNet 16-k, where `width` is the widening factor k, 4 if not set."""
     return WideResNet(input_shape[0], n_classes, width or 4)

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from asdl_marglik import STRUCTURES, free_memory
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.learn.methods import Method, Problem
+from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.distributed import local_size
+from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.train import hyper_epochs
-from ntkmarglik.machine.device import device_of, free_memory
+from ntkmarglik.machine.device import check_device, device_of
 from ntkmarglik.machine.speed import Speed, seconds
-from ntkmarglik.programs.classify.config import WITHOUT_BLOCKS, Config
+from ntkmarglik.problem.models import check_uses
 from ntkmarglik.settings import check_numbers
 
 FEW = 32  # data points of a first timing
@@ -29,7 +32,6 @@ class Sizes:
     modules: tuple[int, ...]  # parameters of each module
     subset: int
     outputs: int
-    samples: int = 0  # of the posterior
 
     @property
     def rows(self) -> int:
@@ -43,35 +45,25 @@ class Sizes:
 def check_settings(config: Config) -> None:
     """Refuse what is wrong whatever the data."""
     check_numbers(config)
-    hyper = config.hyperparameters
-    training = config.training
-    run = config.run
-    if hyper.flip and hyper.augment == "none":
+    check_uses(config.problem.model, depth=config.problem.depth, width=config.problem.width)
+    if config.hyperparameters.flip and config.hyperparameters.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
-    if config.estimator.method == "augerino" and hyper.augment == "none":
+    check_device(config.run.device)
+    _check_method(config)
+
+
+def _check_method(config: Config) -> None:
+    """Refuse what the method cannot work with."""
+    estimator, training = config.estimator, config.training
+    method = METHODS.named(estimator.method)
+    method.check(config)
+    if estimator.aug_block and (estimator.subset or not method.sums_over_data):
+        additive = [name for name, structure in STRUCTURES.items() if structure.additive]
         raise NtkMarglikError(
-            "--method augerino learns the ranges of an augmentation and needs --augment affine."
+            f"--aug-block is for estimators of all data: --method {' or '.join(additive)} with "
+            "--subset 0."
         )
-    if config.estimator.method == "elbo" and config.estimator.kappa not in (0, 1):
-        raise NtkMarglikError(
-            f"--kappa {config.estimator.kappa:g} emphasises the data, which is --method de-elbo; "
-            "that of elbo is 1."
-        )
-    if config.estimator.aug_block and (
-        config.estimator.subset or config.estimator.method not in ("kfac", "diag")
-    ):
-        raise NtkMarglikError(
-            "--aug-block is for estimators of all data: --method kfac or diag with --subset 0."
-        )
-    if config.estimator.method == "sampled" and hyper.augment != "none":
-        raise NtkMarglikError(
-            "--method sampled learns the prior only; use --augment none, or --method ntk or kfac."
-        )
-    if run.device == "cuda" and not torch.cuda.is_available():
-        raise NtkMarglikError(
-            "--device cuda, but torch sees no GPU here; use --device cpu or auto."
-        )
-    if config.estimator.method not in WITHOUT_BLOCKS and not hyper_epochs(training):
+    if method.learns_in_rounds() and not hyper_epochs(training):
         raise NtkMarglikError(
             f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every "
             f"{training.frequency} epochs from epoch {training.burnin} on (--frequency, "
@@ -82,12 +74,13 @@ def check_settings(config: Config) -> None:
 def check_sizes(config: Config, problem: Problem) -> Sizes:
     """Refuse blocks that do not fit the data or the memory, naming the nearest choice that does."""
     estimator, data = config.estimator, problem.data
+    method = METHODS.named(estimator.method)
     if estimator.outputs > data.n_classes:
         raise NtkMarglikError(
             f"--outputs {estimator.outputs}, but {data.name} has {data.n_classes} classes; use "
             f"--outputs {data.n_classes}."
         )
-    if estimator.subset > data.n_data and estimator.method != "sampled":
+    if estimator.subset > data.n_data and method.measures_by != "samples":
         raise NtkMarglikError(
             f"--subset {estimator.subset}, but there are {data.n_data} training data; use "
             f"--subset {data.n_data} (all)."
@@ -97,21 +90,28 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         for module in problem.model.modules()
     ]
     sizes = Sizes(
-        structure="ntk" if estimator.method in WITHOUT_BLOCKS else estimator.method,
+        # a baseline is measured by blocks also where the method itself is not
+        structure=method.structure if method.structure in STRUCTURES else Method.structure,
         modules=tuple(size for size in modules if size),
         subset=estimator.subset or data.n_data,
         outputs=estimator.outputs or data.n_classes,
-        samples=config.sampling.samples,
     )
-    # of which only the baseline has curvature
-    if config.run.baseline or "elbo" not in estimator.method:
+    if method.memory(problem) is not None:
+        method.check_memory(problem, memory_budget(config))
+    elif config.run.baseline or method.measures_by == "blocks":
         _check_memory(config, sizes, problem)
     return sizes
 
 
 def memory_budget(config: Config) -> float:
-    """Bytes that the evidence may use."""
-    return config.run.memory_budget * 1e9 or free_memory(device_of(config)) / 2
+    """Bytes that the evidence may use; by default half of what is free, of which each process on
+    this machine has its share, while a GPU is one process's own.
+    """
+    if config.run.memory_budget:
+        return config.run.memory_budget * 1e9
+    device = device_of(config)
+    sharers = local_size() if device.type == "cpu" else 1
+    return free_memory(device) / sharers / 2
 
 
 def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
@@ -122,12 +122,6 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
 
     if needed() <= budget:
         return
-    if sizes.structure == "sampled":
-        raise NtkMarglikError(
-            f"{sizes.samples} posterior samples of {sizes.n_parameters:,} weights need about "
-            f"{needed() / 1e9:.2g} GB, and {budget / 1e9:.2g} GB may be used (--memory-budget). "
-            "Use fewer --samples."
-        )
     choices = (
         [f"--subset {fitting}"]
         if (fitting := _largest(lambda n: needed(subset=n) <= budget, sizes.subset))
@@ -150,15 +144,7 @@ def _check_memory(config: Config, sizes: Sizes, problem: Problem) -> None:
 
 
 def evidence_bytes(sizes: Sizes, problem: Problem) -> int:
-    """Memory of an estimate and its gradient, or of samples: with directions and residuals, and
-    two.
-    """
-    if sizes.structure == "sampled":
-        averaged = problem.config.sampling.curvature == "averaged"
-        # outputs of samples
-        kept = sizes.samples * problem.data.n_data * problem.data.n_classes if averaged else 0
-        numbers = (3 * sizes.samples + 2) * sizes.n_parameters + kept
-        return numbers * problem.data.x_train.element_size()
+    """Memory of the estimate of a block and its gradient."""
     ml = problem.marginal_likelihood(sizes.structure)
     ml.outputs = sizes.outputs
     return ml.memory(problem.data.x_train[:1], sizes.subset)
@@ -186,21 +172,14 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
     steps_per_epoch = -(-data.n_data // training.batch_size)
     total = training.epochs * steps_per_epoch * weight_seconds
     weights = f"{training.epochs} epochs x {steps_per_epoch} steps x {1000 * weight_seconds:.1f} ms"
-    evidence = "none"
-    if method.learns_by == "evidence":
-        rounds, steps = len(hyper_epochs(training)), _steps_per_round(config, problem)
-        hyper_seconds = _evidence_seconds(sizes, problem, method)
-        evidence = f"{rounds} rounds x {steps} estimates x {1000 * hyper_seconds:.1f} ms"
-        total += rounds * steps * hyper_seconds
-    round_seconds = method.round_seconds()
-    if round_seconds is not None:
-        rounds = len(hyper_epochs(training))
-        evidence = f"{rounds} rounds x at most {round_seconds:.1f} s"
-        total += rounds * round_seconds
-    if method.learns and config.run.baseline:
+    evidence, evidence_seconds = _evidence_cost(config, sizes, problem, method)
+    total += evidence_seconds
+    if method.learns() and config.run.baseline:
         copies = 1 if problem.augment is None else config.hyperparameters.aug_samples
         total += training.epochs * steps_per_epoch * weight_seconds / copies
-    needed, allowed = evidence_bytes(sizes, problem), memory_budget(config)
+    own_memory = method.memory(problem)
+    needed = evidence_bytes(sizes, problem) if own_memory is None else own_memory
+    allowed = memory_budget(config)
     lines = [
         f"data        {data.name}: {data.n_data} training, {len(data.y_test)} test, inputs "
         f"{data.input_shape}, {data.n_classes} classes",
@@ -217,6 +196,20 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         + (", baseline included" if config.run.baseline else ""),
     ]
     return "\n".join(lines)
+
+
+def _evidence_cost(
+    config: Config, sizes: Sizes, problem: Problem, method: Method
+) -> tuple[str, float]:
+    """What learning by the evidence takes in all, in words and in seconds."""
+    rounds = len(hyper_epochs(config.training))
+    round_seconds = method.round_seconds()
+    if round_seconds is not None:
+        return f"{rounds} rounds x at most {round_seconds:.1f} s", rounds * round_seconds
+    if method.learns_by != "evidence":
+        return "none", 0.0
+    steps, each = _steps_per_round(config, problem), _evidence_seconds(sizes, problem, method)
+    return f"{rounds} rounds x {steps} estimates x {1000 * each:.1f} ms", rounds * steps * each
 
 
 def _steps_per_round(config: Config, problem: Problem) -> int:

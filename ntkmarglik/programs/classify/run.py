@@ -10,6 +10,7 @@ import yaml
 from laplace_marglik import GaussianPrior, Ranks
 from ntkmarglik.learn.distributed import by_first, meeting, rank, restarts
 from ntkmarglik.learn.methods import METHODS, Method, Problem
+from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.train import Trainer
 from ntkmarglik.machine import device as machine
 from ntkmarglik.machine.exits import exit_code
@@ -47,7 +48,7 @@ def run(config: Config) -> report.Runs:
         problem = prepare(config, data, ranks)
         sizes = preflight.check_sizes(config, problem)
         with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
-            method = METHODS[config.estimator.method](problem)
+            method = METHODS.named(config.estimator.method)(problem)
             path = by_first(ranks, lambda: folder_of(config), "choice of a folder")
             with how_to_continue(path):
                 runs = _runs(problem, method, path)
@@ -70,7 +71,7 @@ def _dry_run(config: Config) -> report.Runs:
     problem = prepare(config, data)
     sizes = preflight.check_sizes(config, problem)
     with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
-        method = METHODS[config.estimator.method](problem)
+        method = METHODS.named(config.estimator.method)(problem)
         print(yaml.safe_dump(config.flat(), sort_keys=False))
         print(preflight.report(config, sizes, problem, method))
     return {}
@@ -92,7 +93,7 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
     """The configured run and, if it learns hyperparameters, the same without."""
     label = name_of(problem.config)
     runs = {label: train(problem, method, path, label)}
-    if problem.config.run.baseline and method.learns:
+    if problem.config.run.baseline and method.learns():
         fixed = prepare(baseline_of(problem.config), problem.data, problem.ranks)
         runs["MAP baseline"] = train(
             fixed, method.baseline(fixed), path / "baseline", "MAP baseline"
@@ -102,7 +103,7 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
 
 def baseline_of(config: Config) -> Config:
     """The same settings with a fixed prior, and without the augmentation that is learned."""
-    fixed = config.updated(method="map")
+    fixed = config.updated(method=Map.name)
     if config.hyperparameters.flip:  # the mirror images stay
         return fixed.updated(aug_init=0.0)
     return fixed.updated(augment="none")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import yaml
 
-from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.distributed import refuse_several
 from ntkmarglik.machine import device as machine
 from ntkmarglik.machine.exits import exit_code
@@ -66,10 +65,7 @@ def run(config: FinetuneConfig) -> Metrics:
 def check(config: FinetuneConfig) -> None:
     """Refuse what is wrong whatever the data."""
     check_numbers(config)
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise NtkMarglikError(
-            "--device cuda, but torch sees no GPU here; use --device cpu or auto."
-        )
+    machine.check_device(config.run.device)
 
 
 def summarise(transfer: Transfer) -> Metrics:

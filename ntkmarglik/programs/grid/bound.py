@@ -8,6 +8,7 @@ from typing import get_args
 
 import torch
 
+from asdl_marglik import STRUCTURES
 from laplace_marglik import Block, ClassPartition, Partition
 from laplace_marglik.likelihood.base import Root
 from ntkmarglik.errors import NtkMarglikError
@@ -34,6 +35,11 @@ class Bound:
     def n_columns(self) -> int | None:
         """Root columns in a block."""
         return None if self.outputs == "all" else 1
+
+    @property
+    def of_kernel(self) -> bool:
+        """Whether its values are functions of the kernel of all rows: the curvature is exact."""
+        return STRUCTURES[self.structure].guarantee == "exact"
 
     @property
     def ml_root(self) -> Root:
@@ -109,6 +115,6 @@ def bounds_of(grid: Grid, n_data: int) -> list[Bound]:
                 partition if size < n_data else "random",
                 root if single else ANY_ROOT,
             )
-            whole = structure in ("ntk", "full") and size == n_data and not single
+            whole = bound.of_kernel and size == n_data and not single
             bounds.append(exact if whole else bound)
     return list(dict.fromkeys(bounds))

@@ -9,17 +9,20 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from ntkmarglik.programs.classify.config import (
+from asdl_marglik import STRUCTURES
+from ntkmarglik.learn.config import (
+    METHOD,
     Config,
     Estimator,
     Hyperparameters,
-    Method,
     Problem,
     Run,
     Training,
 )
+from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.settings import (
     AnyFloat,
+    Choices,
     Limit,
     NonNegativeInt,
     NonNegativeInts,
@@ -29,7 +32,8 @@ from ntkmarglik.settings import (
     parse_as,
 )
 
-Structure = Literal["ntk", "blockdiag", "kfac", "diag", "full"]
+METHOD.offer(METHODS)
+STRUCTURE = Choices(STRUCTURES)
 CSV = "grid.csv"  # in the folder of a grid
 SUBSETS = (10, 20, 50, 100, 250, 500, 0)
 
@@ -41,14 +45,19 @@ class Grid:
     # which rows a csv has, not what is in them
     FREE: ClassVar = (
         *("structures", "subsets", "outputs", "columns", "partitions", "roots", "blocks"),
-        *("exact", "checkpoint"),
+        "exact",
     )
 
     hyperparameter: Literal["prior", "rotation"] = "prior"
     """What varies: prior precision (1e-4 to 1e4, evenly in its logarithm) or rotation range (0 to pi, evenly)."""
     points: PositiveInt = 100
     """Values on the grid."""
-    structures: tuple[Structure, ...] = ("ntk", "blockdiag", "kfac", "diag")
+    structures: Annotated[tuple[str, ...], STRUCTURE.several()] = (
+        "ntk",
+        "blockdiag",
+        "kfac",
+        "diag",
+    )
     """Curvature structures; full is the same number as ntk."""
     subsets: NonNegativeInts = SUBSETS
     """Data points S in a block; 0 = all."""
@@ -77,9 +86,11 @@ class Grid:
 class Reference:
     """The network at which bounds are evaluated."""
 
+    FREE: ClassVar = ("checkpoint",)
+
     checkpoint: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Take the network of this run folder instead of training one; the settings of its training then do not apply."""
-    train_method: Method = "ntk"
+    train_method: Annotated[str, METHOD.one()] = "ntk"
     """Method by which its hyperparameters are learned."""
     train_subset: NonNegativeInt = 0
     """Data points S in a block of that method; 0 = all."""

@@ -11,7 +11,6 @@ from ntkmarglik.programs.classify.preflight import Sizes
 from ntkmarglik.programs.grid.bound import Bound, exact_bound
 from ntkmarglik.programs.grid.config import GridConfig
 from ntkmarglik.programs.grid.evaluate import Evaluator, Reference, values_of
-from ntkmarglik.programs.grid.kernel import STRUCTURES
 
 # data points of two timings, which tell what grows with the data from what does not
 FEW, MORE = (16, 48)
@@ -54,7 +53,7 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
     seconds_of_bounds = []
     for bound in bounds:
         sizes = sizes_of(reference, bound)
-        shared = share and bound.structure in STRUCTURES
+        shared = share and bound.of_kernel
         blocks = bound.blocks(reference.data, config.place.seed, config.grid.blocks)
         block = speed.algebra(sizes.structure, sizes.rows, sizes.modules)
         cut = shared and bound != bounds[0]  # out of the kernel of all rows

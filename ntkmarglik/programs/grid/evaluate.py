@@ -19,7 +19,7 @@ from ntkmarglik.problem.data import Dataset
 from ntkmarglik.programs.grid.bound import Bound
 from ntkmarglik.programs.grid.config import Grid, GridConfig
 from ntkmarglik.programs.grid.copies import PairedCopies
-from ntkmarglik.programs.grid.kernel import STRUCTURES, Kernel
+from ntkmarglik.programs.grid.kernel import Kernel
 
 
 def values_of(grid: Grid) -> list[float]:
@@ -99,7 +99,7 @@ class Evaluator:
         """The bound at each value, averaged over blocks, with its standard error."""
         blocks = bound.blocks(self.reference.data, self.config.place.seed, self.config.grid.blocks)
         ml = self.reference.marginal_likelihood(bound, self.config.grid.kfac)
-        shared = self.share and bound.structure in STRUCTURES
+        shared = self.share and bound.of_kernel
         means = []
         with torch.no_grad():
             if self.config.grid.hyperparameter == "prior":

@@ -17,8 +17,6 @@ from laplace_marglik import Block, Evidence, SpectralMarginalLikelihood, Spectru
 from laplace_marglik.evidence.evidence import Status
 from ntkmarglik.programs.grid.bound import Bound
 
-STRUCTURES = ("ntk", "full")  # whose values are functions of the kernel
-
 
 @dataclass(frozen=True)
 class Kernel:

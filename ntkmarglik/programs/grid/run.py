@@ -9,13 +9,13 @@ import yaml
 from tqdm import tqdm
 
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import refuse_several
 from ntkmarglik.learn.methods import METHODS, Problem
 from ntkmarglik.machine import device as machine
 from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.programs.classify import preflight
-from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.classify.run import prepare, train
 from ntkmarglik.programs.grid.bound import Bound, bounds_of, exact_bound
 from ntkmarglik.programs.grid.config import CSV, GridConfig, parse
@@ -49,7 +49,7 @@ def run(config: GridConfig) -> Path | None:
         path = config.folder / CSV
         table = Table.open(path, _command(problem.config), config)  # before anything is trained
         if state is None:
-            method = METHODS[problem.config.estimator.method](problem)
+            method = METHODS.named(problem.config.estimator.method)(problem)
             train(problem, method, config.folder / "reference", "reference network")
             reference = reference_of(problem, config)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def _estimate(
     print(yaml.safe_dump(settings, sort_keys=False))
     if train_too:
         run_config = problem.config
-        method = METHODS[run_config.estimator.method](problem)
+        method = METHODS.named(run_config.estimator.method)(problem)
         sizes = preflight.check_sizes(run_config, problem)
         print("network:")
         print(preflight.report(run_config, sizes, problem, method))

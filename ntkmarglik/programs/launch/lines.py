@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.classify.config import parse as parse_run
 from ntkmarglik.programs.classify.preflight import check_settings
@@ -63,7 +64,7 @@ class RunLine:
 
     def finished(self) -> bool:
         """Whether its summary is there, and that of its baseline if it has one."""
-        learns = self.config.estimator.method != "map"
+        learns = METHODS.named(self.config.estimator.method).learns()
         folders = [
             self.folder,
             *([self.folder / "baseline"] if self.config.run.baseline and learns else []),

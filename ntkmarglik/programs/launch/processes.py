@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.learn.config import Config
 from ntkmarglik.programs.launch.job import INTERRUPTED
 
 MODULE = "ntkmarglik.programs.classify"  # what Config.script runs, wherever that is

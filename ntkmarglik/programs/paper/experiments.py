@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.classify.config import WITHOUT_BLOCKS, Config, parse
+from ntkmarglik.learn.methods import METHODS
+from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.programs.grid.config import GridConfig
 from ntkmarglik.programs.grid.config import parse as parse_grid
 from ntkmarglik.runs.folder import name_of
@@ -52,14 +53,15 @@ def estimator(label: str) -> dict[str, Any]:
     """The settings that METHOD-S-K stands for (N and C mean all), as in "KFAC-N-1"; also "MAP",
     "DE-ELBO" and alike.
     """
-    if label.lower() in WITHOUT_BLOCKS:
+    without_blocks = [name for name in METHODS if not METHODS[name].uses_blocks()]
+    if label.lower() in without_blocks:
         return {"method": label.lower()}
     method, *sizes = label.lower().split("-")
     try:
         subset, outputs = sizes
         return {"method": method, "subset": _size(subset, "n"), "outputs": _size(outputs, "c")}
     except ValueError:
-        known = ", ".join(WITHOUT_BLOCKS)
+        known = ", ".join(without_blocks)
         raise NtkMarglikError(
             f"An estimator is METHOD-S-K or one of {known}, but {label!r} is none of these."
         ) from None
@@ -72,7 +74,7 @@ def _size(text: str, everything: str) -> int:
 def label_of(config: Config) -> str:
     """The estimator's name in tables, with what differs from the paper's default choices."""
     estimator, name = config.estimator, name_of(config)
-    if estimator.method in WITHOUT_BLOCKS:
+    if not METHODS.named(estimator.method).uses_blocks():
         return name
     root = [] if estimator.root == "paper" else [f"({estimator.root})"]
     columns = ["iid"] if estimator.columns == "iid" else []

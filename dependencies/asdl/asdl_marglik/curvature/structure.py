@@ -144,33 +144,56 @@ Guarantee = Literal["exact", "bound", "approximation"]
 
 @dataclass(frozen=True)
 class Structure:
-    """Which parts cover which weights, and what can be said of their determinant.
+    """A named approximation of the curvature: which parts cover which weights.
 
-    guarantee: "exact" for all rows at once, "bound" if it is never below the determinant of
-    independent blocks of them.
+    Args:
+        name: Key in `STRUCTURES`, and what users write (`structure="kfac"`, `--method kfac`).
+        parts: Function from a problem to its terms; every weight is in exactly one of them.
+        guarantee: What its log-determinant is for all rows at once: "exact"; a "bound", never
+            below that of independent blocks of them; or an "approximation", which says nothing.
+        additive: Whether its statistics are sums over data, so that the curvature of all data
+            takes the memory of a batch.
+        label: Name in figures and tables; `name` if empty.
+        colour: Colour in figures, as matplotlib reads it.
     """
 
+    name: str
     parts: Callable[[Problem], list[Term]]
     guarantee: Guarantee = "approximation"
+    additive: bool = False
+    label: str = ""
+    colour: str = "#999999"
 
-    def __call__(self, problem: Problem) -> list[Term]:
-        return self.parts(problem)
-
-
-STRUCTURES: dict[str, Callable[[Problem], list[Term]]] = {
-    "ntk": Structure(_ntk, "exact"),
-    "full": Structure(_full, "exact"),
-    "blockdiag": Structure(_blockdiag, "bound"),
-    "kfac": Structure(_kfac, "approximation"),
-    "diag": Structure(_diag, "bound"),
-}
+    def __post_init__(self) -> None:
+        if not self.label:
+            object.__setattr__(self, "label", self.name)
 
 
-def guarantee_of(structure: str) -> Guarantee:
-    """What a structure says of itself; nothing, if it is a plain function that somebody
-    registered.
+STRUCTURES: dict[str, Structure] = {}
+
+
+def register_structure(structure: Structure) -> Structure:
+    """Make a structure known by its name to everything that offers, draws or checks structures.
+
+    Args:
+        structure: The new one; its name must not be taken.
     """
-    return getattr(STRUCTURES[structure], "guarantee", "approximation")
+    if structure.name in STRUCTURES:
+        raise CurvatureError(f"there is already a structure named {structure.name!r}")
+    STRUCTURES[structure.name] = structure
+    return structure
+
+
+# colours that are told apart with any colour vision
+register_structure(Structure("ntk", _ntk, "exact", label="NTK", colour="#0072B2"))
+register_structure(Structure("full", _full, "exact", colour="#000000"))
+register_structure(
+    Structure("blockdiag", _blockdiag, "bound", label="block-diagonal", colour="#009E73")
+)
+register_structure(Structure("kfac", _kfac, additive=True, label="KFAC", colour="#D55E00"))
+register_structure(
+    Structure("diag", _diag, "bound", additive=True, label="diagonal", colour="#CC79A7")
+)
 
 
 def parts_of(structure: str, problem: Problem) -> list[Term]:
@@ -179,4 +202,4 @@ def parts_of(structure: str, problem: Problem) -> list[Term]:
         raise CurvatureError(
             f"unknown structure {structure!r}; choose one of {', '.join(STRUCTURES)}"
         )
-    return STRUCTURES[structure](problem)
+    return STRUCTURES[structure].parts(problem)

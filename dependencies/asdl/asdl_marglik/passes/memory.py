@@ -1,9 +1,8 @@
-"""How the passes are laid out in memory: inputs per chunk, what stays between the passes, and
-whether it fits.
-"""
+"""How the passes are laid out in memory: inputs per chunk, what stays, and whether it fits."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from asdl_marglik.curvature.problem import Problem
 from asdl_marglik.curvature.structure import parts_of
 from asdl_marglik.curvature.term import Memory, Term
 
+SHARE = 0.5  # of the free memory that an estimate may take, unless a budget is given
 CHUNK_BYTES = 3 * 2**26  # activations of one chunk
 # inputs; convolutions are inefficient below, caches overflow above
 SMALLEST_CHUNK, LARGEST_CHUNK = (16, 512)
@@ -21,11 +21,18 @@ SMALLEST_CHUNK, LARGEST_CHUNK = (16, 512)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What was decided, and the bytes it is expected to take."""
+    """How both passes are laid out in memory.
+
+    Args:
+        chunk_inputs: inputs of a chunk.
+        defer: make rows at the end, weight by weight.
+        kept_chunks: whose graphs stay for the second pass.
+        bytes: that it is expected to take.
+    """
 
     chunk_inputs: int
-    defer: bool  # make rows at the end, weight by weight
-    kept_chunks: int  # whose graphs stay for the second pass
+    defer: bool
+    kept_chunks: int
     bytes: int
 
 
@@ -40,28 +47,35 @@ def arrange(
 ) -> Arrangement:
     """The fastest layout within the budget, or the smallest there is.
 
-    again: a second pass will follow. spend: use what is left of the budget to recompute less in it;
-    otherwise memory does not grow with the number of augmented copies. chunk: inputs per chunk, if
-    that is fixed.
+    Args:
+        problem: plan, prior, data points and rows.
+        parts: terms of the log-determinant.
+        again: a second pass will follow.
+        budget: bytes that may be used.
+        spend: use what is left of the budget to recompute less in the second pass; otherwise
+            memory does not grow with the number of augmented copies.
+        chunk: inputs per chunk, if that is fixed.
     """
     memory = sum((part.memory(problem) for part in parts), Memory())
     inputs, outputs = problem.plan.bytes_of_uses
-    n_inputs = problem.held * problem.copies
-    seeds = problem.rows_per_datum if again else min(2, problem.rows_per_datum)
-    per_input = problem.plan.bytes_per_input + seeds * outputs + memory.per_datum // problem.copies
+    cotangents = problem.rows_per_datum if again else min(2, problem.rows_per_datum)
+    of_activations = problem.plan.bytes_per_input + cotangents * outputs
+    per_input = of_activations + memory.per_datum // problem.copies
     size = chunk or min(max(CHUNK_BYTES // per_input, SMALLEST_CHUNK), LARGEST_CHUNK)
-    # gradients, and room to breathe
-    working = memory.working + 2 * problem.element * sum(problem.sizes.values())
-    kept, defer = memory.kept, False
-    all_inputs = n_inputs * (inputs + problem.rows_per_datum * outputs)
-    if problem.fast.deferred_rows and not again and all_inputs < memory.kept:
-        kept, defer = all_inputs, True
+    n_inputs = problem.held * problem.copies
+    kept = memory.kept
+    of_uses = n_inputs * (inputs + problem.rows_per_datum * outputs)
+    defer = problem.fast.deferred_rows and not again and of_uses < memory.kept
+    if defer:
+        kept = of_uses
         at_once = n_inputs * per_input <= memory.kept + CHUNK_BYTES
         size = chunk or (n_inputs if at_once else size)
-    while chunk is None and size > problem.copies and kept + working + size * per_input > budget:
+    gradients = 2 * problem.element * sum(problem.sizes.values())  # twice: some room besides
+    fixed = kept + memory.working + gradients
+    while chunk is None and size > problem.copies and fixed + size * per_input > budget:
         size = max(problem.copies, size // 2)
     size = max(size, problem.copies)
-    total = kept + working + min(size, n_inputs) * per_input
+    total = fixed + min(size, n_inputs) * per_input
     keep = int(problem.fast.kept_chunks)
     if keep and spend:
         keep += max(0, int((budget - total) // (size * per_input)))
@@ -69,17 +83,76 @@ def arrange(
 
 
 def largest_fitting(structure: str, problem: Problem, *, again: bool, budget: float) -> int:
-    """The most data points of such a block that fit the budget; 0 if not even one does."""
+    """The most data points of such a block that fit the budget; 0 if not even one does.
+
+    Args:
+        structure: by name.
+        problem: of the block.
+        again: a second pass will follow.
+        budget: bytes that may be used.
+    """
     low, high = 0, problem.n_data
     while low < high:
         n = (low + high + 1) // 2
         smaller = replace(problem, n_data=n)
-        fits = (
-            arrange(smaller, parts_of(structure, smaller), again=again, budget=budget).bytes
-            <= budget
-        )
+        parts = parts_of(structure, smaller)
+        fits = arrange(smaller, parts, again=again, budget=budget).bytes <= budget
         low, high = (n, high) if fits else (low, n - 1)
     return low
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an estimate may take, and how it is laid out within that.
+
+    Args:
+        bytes: that may be used, and spent to recompute less; None for a share of the free memory,
+            used sparingly.
+        chunk: inputs per chunk, if that is fixed.
+        device: of the model.
+    """
+
+    bytes: float | None
+    chunk: int | None
+    device: torch.device
+
+    @property
+    def allowed(self) -> float:
+        """Bytes that may be used."""
+        return SHARE * free_memory(self.device) if self.bytes is None else self.bytes
+
+    def arrange(self, problem: Problem, parts: list[Term], *, again: bool) -> Arrangement:
+        """The layout of both passes, or of the first alone."""
+        return arrange(
+            problem,
+            parts,
+            again=again,
+            budget=self.allowed,
+            spend=self.bytes is not None,
+            chunk=self.chunk,
+        )
+
+    def refusal(
+        self, structure: str, problem: Problem, arrangement: Arrangement, *, again: bool
+    ) -> str | None:
+        """Why an estimate does not fit, and what does; None if it fits."""
+        allowed = self.allowed
+        if arrangement.bytes <= allowed:
+            return None
+        points = largest_fitting(structure, problem, again=again, budget=allowed)
+        choices = [f"a block of {points} data points"] if points else []
+        for other in ("kfac", "diag"):
+            if largest_fitting(other, problem, again=again, budget=allowed) == problem.n_data:
+                choices.append(f"structure={other!r}")
+                break
+        advice = "nothing smaller fits: raise memory_budget"
+        if choices:
+            advice = f"use {' or '.join(choices)}"
+        return (
+            f"{structure} curvature of {problem.n_data} data points with {problem.rows_per_datum} "
+            f"rows each needs about {arrangement.bytes / 1e9:.2g} GB, and {allowed / 1e9:.2g} GB "
+            f"may be used (memory_budget); {advice}"
+        )
 
 
 def free_memory(device: torch.device) -> float:
@@ -88,9 +161,17 @@ def free_memory(device: torch.device) -> float:
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+    except OSError:  # not Linux: all there is, as what is free is not known
+        return _physical_memory()
+    for line in lines:
+        if line.startswith("MemAvailable"):
+            return 1024.0 * int(line.split()[1])
+    return _physical_memory()
+
+
+def _physical_memory() -> float:
+    """Bytes of the machine; infinite where the system does not say."""
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
         return float("inf")
-    return next(
-        (1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")),
-        float("inf"),
-    )

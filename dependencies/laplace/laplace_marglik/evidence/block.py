@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from asdl_marglik import Batch, Conditioning, Passes, Settled, guarantee_of
+from asdl_marglik import STRUCTURES, Batch, Conditioning, Passes, Settled
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.evidence import Status
 from laplace_marglik.evidence.rows import Rows
@@ -111,7 +111,7 @@ def status_of(structure: str, true_root: bool, *, everything: bool) -> Status:
         true_root: whether U U^T is the likelihood's curvature.
         everything: whether the block has all rows.
     """
-    guarantee = guarantee_of(structure)
+    guarantee = STRUCTURES[structure].guarantee
     if guarantee == "approximation" or not true_root:
         return "approximation"
     return "exact" if everything and guarantee == "exact" else "bound"

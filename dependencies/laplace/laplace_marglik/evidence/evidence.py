@@ -105,13 +105,15 @@ class Evidence:
 
     def __repr__(self) -> str:
         error = "" if self.standard_error is None else f" +- {self.standard_error:.4g}"
+        interval = ""
         if self.interval is not None:
-            error += f" in [{self.interval[0]:.6g}, {self.interval[1]:.6g}]"
+            lower, upper = self.interval
+            interval = f", interval=({lower:.6g}, {upper:.6g})"
         return (
             f"Evidence(total={self.total.item():.6g}{error}, "
             f"log_likelihood={self.log_likelihood.item():.6g}, scatter={self.scatter.item():.6g}, "
             f"log_det_ratio={self.log_det_ratio.item():.6g}, n_blocks={self.n_blocks:g}, "
-            f"status={self.status!r})"
+            f"status={self.status!r}{interval})"
         )
 
 

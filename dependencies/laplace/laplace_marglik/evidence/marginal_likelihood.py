@@ -24,6 +24,7 @@ from asdl_marglik import (
     STRUCTURES,
     Arrangement,
     Batch,
+    Budget,
     Conditioning,
     Passes,
     Plan,
@@ -38,7 +39,6 @@ from asdl_marglik import (
     copied,
     evaluating,
     full_precision,
-    guarantee_of,
     hyperparameters_in,
     make_plan,
     map_inputs,
@@ -55,7 +55,6 @@ from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.block import BlockData, Cache, PreparedBlock, status_of
 from laplace_marglik.evidence.description import described
 from laplace_marglik.evidence.evidence import Evidence
-from laplace_marglik.evidence.memory import Budget
 from laplace_marglik.evidence.row_kernel import RowKernel
 from laplace_marglik.evidence.rows import (
     NoRows,
@@ -563,7 +562,9 @@ class MarginalLikelihood:
         problem = self._problem(plan, data)
         parts = [] if data.rows is None else parts_of(self.structure, problem)
         arrangement = self._budget.arrange(problem, parts, again=again)
-        self._budget.check(self.structure, problem, arrangement, again=again)
+        refusal = self._budget.refusal(self.structure, problem, arrangement, again=again)
+        if refusal is not None:
+            raise MarglikError(refusal)
         kind = Passes if self.ranks is None else partial(ShardedPasses, ranks=self.ranks)
         return kind(
             plan,
@@ -720,7 +721,7 @@ class MarginalLikelihood:
             ]
             return sum(kernels[1:], kernels[0])
 
-        two_sided = guarantee_of(self.structure) == "exact"
+        two_sided = STRUCTURES[self.structure].guarantee == "exact"
         return RowKernel(make, block.conditioning, block.inducing, two_sided)
 
     def _seed(self) -> int:

@@ -1,6 +1,4 @@
-"""Likelihoods: how targets are distributed given the network's outputs, and a root of the curvature
-that follows.
-"""
+"""Likelihoods: the distribution of targets given outputs, and roots of its curvature."""
 
 from laplace_marglik.likelihood.base import FromLogProb, Likelihood
 from laplace_marglik.likelihood.categorical import Categorical

@@ -22,22 +22,29 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from asdl_marglik import eigen_root, psd_sqrt
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.likelihood.base import Likelihood, Root
+from laplace_marglik.likelihood.base import Likelihood, Root, probit_scaled
 
 
 class Categorical(Likelihood):
-    """y in {0, ..., C - 1} with logits f [n, C], or f [n, C, ...] with targets [n, ...], as in
-    `cross_entropy`.
+    """y in {0, ..., C - 1} with logits f [n, C] or f [n, C, ...], as in `cross_entropy`.
+
+    Targets are [n] or [n, ...]. At every position Lambda = diag(p) - p p^T, p = softmax(f).
+
+    Args:
+        temperature: tau, by which log-probabilities are divided.
+        learn_temperature: whether `log_temperature` requires grad.
     """
 
     constant_log_prob = True
     discrete = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        log_p, y = self._log_p(f), y.reshape(len(f), -1)
+        log_p = self._log_p(f)
+        y = y.reshape(len(f), -1)
         if y.shape[1] != log_p.shape[1] or y.is_floating_point():
             raise MarglikError(
                 f"expected integer class indices of shape {(len(f), *f.shape[2:])}, got "
@@ -52,59 +59,73 @@ class Categorical(Likelihood):
     def predict(self, f: Tensor) -> Tensor:
         return f.softmax(1)
 
+    def predict_probit(self, f: Tensor, variance: Tensor) -> Tensor:
+        return self.predict(probit_scaled(f, variance))
+
     def _log_p(self, f: Tensor) -> Tensor:
         """Log probabilities [n, T, V] at every position."""
         if f.dim() < 2:
             raise MarglikError(f"expected logits [n, C, ...], got {tuple(f.shape)}")
-        return f.flatten(2).log_softmax(1).mT if f.dim() > 2 else f.log_softmax(1).unsqueeze(1)
+        if f.dim() == 2:
+            return f.log_softmax(1).unsqueeze(1)
+        return f.flatten(2).log_softmax(1).mT
 
     def hessian(self, f: Tensor, y: Tensor) -> Tensor:
         p = self._log_p(f).exp()
-        return self._embed(torch.diag_embed(p) - p.unsqueeze(3) * p.unsqueeze(2))
+        return self._embed(_curvature(p))
 
     def contrasts(self, shape: torch.Size) -> Tensor | None:
-        v, t = shape[0], shape[1:].numel()
-        if v < 2:
+        classes = shape[0]
+        positions = shape[1:].numel()
+        if classes < 2:
             return None
-        return torch.kron(_contrasts(v).mT.contiguous(), torch.eye(t, dtype=torch.float64))
+        Q = _contrasts(classes)
+        return torch.kron(Q.mT.contiguous(), torch.eye(positions, dtype=torch.float64))
 
     def contrast_root(self, f: Tensor, y: Tensor) -> Tensor:
         log_p = self._log_p(f)
-        p, root_p = log_p.exp(), torch.exp(log_p / 2)
+        classes = log_p.shape[2]
+        root_p = torch.exp(log_p / 2)
         # a reflection takes the null vector sqrt(p) to the last axis; its other columns are W
-        last = torch.nn.functional.one_hot(torch.tensor(p.shape[2] - 1), p.shape[2]).to(p)
+        last = one_hot(torch.tensor(classes - 1), classes).to(log_p)
         normal = root_p + last
         normal = normal / normal.norm(dim=2, keepdim=True)
-        fisher = torch.diag_embed(root_p) - p.unsqueeze(3) * root_p.unsqueeze(2)
-        reflected = fisher - 2 * (fisher @ normal.unsqueeze(3)) * normal.unsqueeze(2)
-        return self._embed(_contrasts(p.shape[2]).to(p).mT @ reflected[..., :-1])
+        U = _fisher_root(log_p)
+        reflected = U - 2 * (U @ normal.unsqueeze(3)) * normal.unsqueeze(2)
+        Q = _contrasts(classes).to(log_p)
+        return self._embed(Q.mT @ reflected[..., :-1])
 
     def _embed(self, blocks: Tensor) -> Tensor:
-        """Blocks [n, T, V, V] per position as one matrix over the flattened outputs [n, V T, V
-        T].
-        """
-        n, t, v, _ = blocks.shape
+        """Matrices [n, T, V, V] of all positions as one over the outputs [n, V T, V T]."""
+        n, positions, classes, _ = blocks.shape
+        size = classes * positions
         full = torch.diag_embed(blocks.permute(0, 2, 3, 1))  # [n, V, V, T, T]
-        return full.permute(0, 1, 3, 2, 4).reshape(n, v * t, v * t)
+        return full.permute(0, 1, 3, 2, 4).reshape(n, size, size)
 
     def root(self, f: Tensor, y: Tensor, kind: Root, columns: Tensor) -> Tensor:
         log_p = self._log_p(f)
-        p, (n, t, v) = log_p.exp(), log_p.shape
+        n, positions, classes = log_p.shape
         if kind == "fisher":
-            roots = torch.diag_embed(torch.exp(log_p / 2)) - p.unsqueeze(3) * torch.exp(
-                log_p / 2
-            ).unsqueeze(2)
+            U = _fisher_root(log_p)
+        elif kind == "eigen":
+            U = eigen_root(_curvature(log_p.exp()))
         else:
-            hessian = torch.diag_embed(p) - p.unsqueeze(3) * p.unsqueeze(2)
-            roots = eigen_root(hessian) if kind == "eigen" else psd_sqrt(hessian)
-        position, label = columns % t, columns // t
+            U = psd_sqrt(_curvature(log_p.exp()))
+        position, label = columns % positions, columns // positions
         index = torch.arange(n, device=f.device).unsqueeze(1)
-        chosen = roots[index, position, :, label]  # [n, K, V]
-        at_position = torch.nn.functional.one_hot(position, t).to(chosen)  # [n, K, T]
-        return torch.einsum("nkv,nkt->nvtk", chosen, at_position).reshape(n, v * t, -1)
+        chosen = U[index, position, :, label]  # [n, K, V]
+        at_position = one_hot(position, positions).to(chosen)  # [n, K, T]
+        by_position = torch.einsum("nkv,nkt->nvtk", chosen, at_position)
+        return by_position.reshape(n, classes * positions, -1)
 
     def root_product(self, f: Tensor, y: Tensor, xi: Tensor) -> Tensor:
-        """sqrt(p) xi - p (sqrt(p) . xi): the Fisher root without its matrix."""
+        """sqrt(p) xi - p (sqrt(p) . xi): the Fisher root times xi, without its matrix.
+
+        Args:
+            f: logits [n, C] or [n, C, ...].
+            y: targets, which the root does not depend on.
+            xi: k vectors, each shaped as the outputs [k, n, ...].
+        """
         p = f.softmax(1)
         scaled = torch.exp(f.log_softmax(1) / 2) * xi
         return scaled - p * scaled.sum(2, keepdim=True)
@@ -114,35 +135,53 @@ class Categorical(Likelihood):
         return p * (v - (p * v).sum(2, keepdim=True))
 
     def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
-        """diag(sqrt p) - c p sqrt(p)^T, c = 1 / (1 + sqrt(1 - sum p)), over the chosen outputs of
-        each position.
+        """diag(sqrt p) - c p sqrt(p)^T over the chosen outputs of each position.
+
+        c = 1 / (1 + sqrt(1 - sum p)), the sum over the chosen outputs of the position.
+
+        Args:
+            f: logits [n, C] or [n, C, ...].
+            y: targets, which the root does not depend on.
+            columns: numbers of the outputs of each datum [n, K].
         """
         log_p = self._log_p(f)
-        n, t, v = log_p.shape
-        position, label = columns % t, columns // t
-        index = torch.arange(n, device=f.device).unsqueeze(1)
+        positions = log_p.shape[1]
+        position, label = columns % positions, columns // positions
+        index = torch.arange(len(log_p), device=f.device).unsqueeze(1)
         chosen = log_p[index, position, label]  # [n, K]
-        selected = torch.zeros(n, t, v, dtype=torch.bool, device=f.device)
+        selected = torch.zeros_like(log_p, dtype=torch.bool, requires_grad=False)
         selected[index, position, label] = True
-        rest = log_p.masked_fill(selected, -torch.inf)
-        some_left = (~selected).any(2)
-        # logsumexp of nothing has no derivative
-        safe = rest.masked_fill(~some_left.unsqueeze(2), 0.0)
-        root_rest = torch.exp(safe.logsumexp(2) / 2) * some_left  # sqrt(1 - sum p)
-        c = (1 / (1 + root_rest)).gather(1, position)  # [n, K]
-        same = (position.unsqueeze(2) == position.unsqueeze(1)).to(chosen.dtype)
+        c = (1 / (1 + _root_of_rest(log_p, selected))).gather(1, position)  # [n, K]
+        same_position = (position.unsqueeze(2) == position.unsqueeze(1)).to(chosen.dtype)
         root_p = torch.exp(chosen / 2)
-        return (
-            torch.diag_embed(root_p) - (c * chosen.exp()).unsqueeze(2) * root_p.unsqueeze(1) * same
-        )
+        scaled_p = c * chosen.exp()
+        outer = scaled_p.unsqueeze(2) * root_p.unsqueeze(1)
+        return torch.diag_embed(root_p) - outer * same_position
 
 
-def _contrasts(v: int) -> Tensor:
-    """Orthonormal contrasts [V, V - 1] (Helmert): column r compares output r + 1 with the mean of
-    those before.
-    """
-    q = (
-        torch.triu(torch.ones(v, v - 1, dtype=torch.float64))
-        - torch.diag(torch.arange(1.0, v), -1)[:, :-1]
-    )
-    return q / q.norm(dim=0)
+def _curvature(p: Tensor) -> Tensor:
+    """Lambda = diag(p) - p p^T [n, T, V, V] of class probabilities p [n, T, V]."""
+    return torch.diag_embed(p) - p.unsqueeze(3) * p.unsqueeze(2)
+
+
+def _fisher_root(log_p: Tensor) -> Tensor:
+    """U = diag(sqrt p) - p sqrt(p)^T [n, T, V, V] of log probabilities [n, T, V]."""
+    root_p = torch.exp(log_p / 2)
+    return torch.diag_embed(root_p) - log_p.exp().unsqueeze(3) * root_p.unsqueeze(2)
+
+
+def _root_of_rest(log_p: Tensor, selected: Tensor) -> Tensor:
+    """sqrt(1 - sum p) [n, T], the sum over the selected classes of each position [n, T, V]."""
+    rest = log_p.masked_fill(selected, -torch.inf)
+    some_left = (~selected).any(2)
+    # logsumexp of nothing has no derivative
+    safe = rest.masked_fill(~some_left.unsqueeze(2), 0.0)
+    return torch.exp(safe.logsumexp(2) / 2) * some_left
+
+
+def _contrasts(classes: int) -> Tensor:
+    """Helmert's orthonormal contrasts Q [V, V - 1]: a class against the mean of those before."""
+    before = torch.triu(torch.ones(classes, classes - 1, dtype=torch.float64))
+    against = torch.diag(torch.arange(1.0, classes), -1)[:, :-1]
+    Q = before - against
+    return Q / Q.norm(dim=0)

@@ -1,6 +1,4 @@
-"""Likelihoods that treat outputs independently: the curvature is diagonal and single outputs are
-true root rows.
-"""
+"""Likelihoods of independent outputs: the curvature is diagonal, single outputs are root rows."""
 
 from __future__ import annotations
 
@@ -12,40 +10,54 @@ from torch import Tensor, nn
 
 from laplace_marglik.checks import positive_number
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.likelihood.base import Likelihood, Root
+from laplace_marglik.likelihood.base import Likelihood, Root, probit_scaled
+
+LOG_TWO_PI = math.log(2 * math.pi)
 
 
 class DiagonalLikelihood(Likelihood):
-    """A likelihood with diagonal curvature; a subclass gives its square root, smooth also where it
-    vanishes.
+    """A likelihood with diagonal curvature, whose square root a subclass gives.
+
+    The root must be smooth also where it vanishes.
+
+    Args:
+        temperature: tau, by which log-probabilities are divided.
+        learn_temperature: whether `log_temperature` requires grad.
     """
 
     diagonal = True
 
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """Square root of the curvature of each output, shaped as f; None where it is one
-        everywhere.
+        """Square root of the curvature of each output, shaped as f; None if all are one.
+
+        Args:
+            f: outputs [n, ...].
+            y: targets, one per datum.
         """
         raise TypeError(f"{type(self).__name__} must define root_diagonal(f, y)")
 
     def _sum(self, log_prob: Tensor) -> Tensor:
         return log_prob.reshape(len(log_prob), -1).sum(1)
 
-    def hessian(self, f: Tensor, y: Tensor) -> Tensor:
+    def _root_or_ones(self, f: Tensor, y: Tensor) -> Tensor:
         root = self.root_diagonal(f, y)
-        values = torch.ones_like(f) if root is None else root.square()
-        return torch.diag_embed(values.reshape(len(f), -1))
+        return torch.ones_like(f) if root is None else root
+
+    def hessian(self, f: Tensor, y: Tensor) -> Tensor:
+        curvature = self._root_or_ones(f, y).square()
+        return torch.diag_embed(curvature.reshape(len(f), -1))
 
     def root(self, f: Tensor, y: Tensor, kind: Root, columns: Tensor) -> Tensor:
-        root = self.root_diagonal(f, y)
-        full = torch.diag_embed((torch.ones_like(f) if root is None else root).reshape(len(f), -1))
-        return full.gather(2, columns.unsqueeze(1).expand(-1, full.shape[1], -1))
+        root = self._root_or_ones(f, y)
+        U = torch.diag_embed(root.reshape(len(f), -1))
+        return U.gather(2, columns.unsqueeze(1).expand(-1, U.shape[1], -1))
 
     def block_root(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
         root = self.root_diagonal(f, y)
-        return (
-            None if root is None else torch.diag_embed(root.reshape(len(f), -1).gather(1, columns))
-        )
+        if root is None:
+            return None
+        chosen = root.reshape(len(f), -1).gather(1, columns)
+        return torch.diag_embed(chosen)
 
     def root_product(self, f: Tensor, y: Tensor, xi: Tensor) -> Tensor:
         root = self.root_diagonal(f, y)
@@ -53,7 +65,14 @@ class DiagonalLikelihood(Likelihood):
 
 
 class Gaussian(DiagonalLikelihood):
-    """y ~ N(f, sigma^2), with a learnable observation noise."""
+    """y ~ N(f, sigma^2), with a learnable observation noise.
+
+    Args:
+        sigma: standard deviation of the noise, the same for all outputs.
+        learn_sigma: whether `log_sigma` requires grad.
+        temperature: tau, by which log-probabilities are divided.
+        learn_temperature: whether `log_temperature` requires grad.
+    """
 
     scale_parameters = ("log_temperature", "log_sigma")
 
@@ -67,22 +86,26 @@ class Gaussian(DiagonalLikelihood):
     ):
         super().__init__(temperature, learn_temperature=learn_temperature)
         positive_number("sigma", sigma)
-        self.log_sigma = nn.Parameter(
-            torch.tensor(math.log(sigma), dtype=torch.float64), requires_grad=learn_sigma
-        )
+        log_sigma = torch.tensor(math.log(sigma), dtype=torch.float64)
+        self.log_sigma = nn.Parameter(log_sigma, requires_grad=learn_sigma)
 
     @property
     def sigma(self) -> Tensor:
+        """Standard deviation of the noise."""
         return self.log_sigma.exp()
+
+    @property
+    def learns_noise(self) -> bool:
+        return self.log_sigma.requires_grad
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         y = _matching(y, f)
         log_sigma = self.log_sigma.to(f.dtype)
-        return self._sum(
-            -0.5 * ((y - f) * torch.exp(-log_sigma)).square()
-            - log_sigma
-            - 0.5 * math.log(2 * math.pi)
-        )
+        residual = (y - f) * torch.exp(-log_sigma)
+        return self._sum(-0.5 * residual.square() - log_sigma - 0.5 * LOG_TWO_PI)
+
+    def predict_probit(self, f: Tensor, variance: Tensor) -> Tensor:
+        return self.predict(f)  # linear in the outputs: their variance does not move its mean
 
     def curvature_scale(self) -> Tensor:
         return super().curvature_scale() * torch.exp(-2 * self.log_sigma.double())
@@ -92,13 +115,19 @@ class Gaussian(DiagonalLikelihood):
 
 
 class Bernoulli(DiagonalLikelihood):
-    """Independent binary targets y in {0, 1} with logits f (multi-label classification)."""
+    """Independent binary targets y in {0, 1} with logits f (multi-label classification).
+
+    Args:
+        temperature: tau, by which log-probabilities are divided.
+        learn_temperature: whether `log_temperature` requires grad.
+    """
 
     constant_log_prob = True
     discrete = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        return self._sum(-F.binary_cross_entropy_with_logits(f, _matching(y, f), reduction="none"))
+        loss = F.binary_cross_entropy_with_logits(f, _matching(y, f), reduction="none")
+        return self._sum(-loss)
 
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
         return torch.exp((F.logsigmoid(f) + F.logsigmoid(-f)) / 2)
@@ -106,9 +135,17 @@ class Bernoulli(DiagonalLikelihood):
     def predict(self, f: Tensor) -> Tensor:
         return f.sigmoid()
 
+    def predict_probit(self, f: Tensor, variance: Tensor) -> Tensor:
+        return self.predict(probit_scaled(f, variance))
+
 
 class Poisson(DiagonalLikelihood):
-    """Counts y with log-rates f."""
+    """Counts y with log-rates f.
+
+    Args:
+        temperature: tau, by which log-probabilities are divided.
+        learn_temperature: whether `log_temperature` requires grad.
+    """
 
     constant_log_prob = True
     discrete = True
@@ -129,11 +166,20 @@ class HeteroscedasticGaussian(DiagonalLikelihood):
 
     Its Hessian is indefinite; the curvature used is the expected one (Fisher information),
     diag(1/v, 1/2).
+
+    Args:
+        temperature: tau, by which log-probabilities are divided.
+        learn_temperature: whether `log_temperature` requires grad.
     """
 
     constant_log_prob = True
 
+    @property
+    def learns_noise(self) -> bool:
+        return True
+
     def _split(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Means [n, D] and log variances [n, D]."""
         if f.dim() != 2 or f.shape[1] % 2:
             raise MarglikError(
                 f"expected outputs [n, 2 D] (means, then log variances), got {tuple(f.shape)}"
@@ -144,21 +190,21 @@ class HeteroscedasticGaussian(DiagonalLikelihood):
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         mean, log_variance = self._split(f)
         y = _matching(y, mean)
-        return self._sum(
-            -0.5
-            * (
-                (y - mean).square() * torch.exp(-log_variance)
-                + log_variance
-                + math.log(2 * math.pi)
-            )
-        )
+        squares = (y - mean).square() * torch.exp(-log_variance)
+        return self._sum(-0.5 * (squares + log_variance + LOG_TWO_PI))
 
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
         _, log_variance = self._split(f)
-        return torch.cat([torch.exp(-log_variance / 2), torch.full_like(log_variance, 0.5**0.5)], 1)
+        of_mean = torch.exp(-log_variance / 2)
+        of_log_variance = torch.full_like(log_variance, 0.5**0.5)
+        return torch.cat([of_mean, of_log_variance], 1)
 
     def predict(self, f: Tensor) -> Tensor:
-        return self._split(f)[0]
+        mean, _ = self._split(f)
+        return mean
+
+    def predict_probit(self, f: Tensor, variance: Tensor) -> Tensor:
+        return self.predict(f)  # linear in the outputs: their variance does not move its mean
 
 
 def _matching(y: Tensor, f: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from laplace_marglik.likelihood.diagonal import Gaussian
 
 
 def likelihood_for(spec: str | Likelihood | Callable[[Tensor, Tensor], Tensor]) -> Likelihood:
-    """A likelihood from its name ("classification", "regression"), from a `log_prob` function, or
-    as it is.
+    """A likelihood from its name or from a function; a likelihood stays as it is.
+
+    Args:
+        spec: "classification", "regression", a `Likelihood`, or a function log_prob(f, y) -> [n].
     """
     if isinstance(spec, Likelihood):
         return spec

@@ -1,6 +1,4 @@
-"""The diagonal Laplace approximation: a Gaussian around trained weights to draw from, and its
-evidence.
-"""
+"""The diagonal Laplace approximation: independent Gaussian weights, and their evidence."""
 
 from __future__ import annotations
 
@@ -19,18 +17,28 @@ from laplace_marglik.likelihood import Likelihood, likelihood_for
 from laplace_marglik.prior import GaussianPrior
 from laplace_marglik.variational.gaussian import FixedPosterior
 
-ROW_NUMBERS = 2**25  # entries of the gradients of single data that are in memory together
+# entries of the gradients of single data that are in memory together: 128 MiB in single precision
+GRADIENT_ENTRIES = 2**25
 
 
 class DiagonalLaplace:
-    """Independent weights with precision delta + h around their present values, h from one pass
-    over some data.
+    """Independent weights with precision delta + h around their present values.
+
+    The curvature h comes from one pass over the data:
 
         h = sum_i (d log p_i / d w)^2            curvature "empirical" (empirical Fisher)
         h = sum_i diag(J_i^T Lambda_i J_i)       curvature "ggn"
         evidence = log p(y | w) - 1/2 scatter - 1/2 sum log(1 + h / delta)   (Immer et al. 2021)
 
     The evidence can be differentiated in the prior's log precision, any number of times.
+
+    Args:
+        model: the network at its trained weights.
+        likelihood: "classification", "regression", a `Likelihood`, or a function log_prob(f, y).
+        prior: of the same model, without covariance.
+        loader: batches (x, y) of the data, read once.
+        curvature: "empirical" or "ggn", as above.
+        hyper: name patterns of parameters that are not weights.
     """
 
     def __init__(
@@ -66,51 +74,54 @@ class DiagonalLaplace:
         ratio = torch.zeros((), dtype=torch.float64, device=self.prior.log_precision.device)
         for name, h in self.curvature.items():
             log_delta = self.prior.log_precision[self.prior.groups[name]].double()
-            ratio = ratio + torch.log1p(h.double().flatten() * torch.exp(-log_delta)).sum()
+            relative = h.double().flatten() * torch.exp(-log_delta)
+            ratio = ratio + torch.log1p(relative).sum()
         scatter = self.prior.scatter(self._squares)
         return Evidence(self.log_likelihood.to(scatter), scatter, ratio, 1, "approximation")
 
     def posterior(self) -> FixedPosterior:
         """N(w, 1 / (delta + h)) for the prior as it is now."""
-        deltas = self.prior.precisions()
-        return FixedPosterior(
-            self._weights,
-            {
-                name: (h + deltas[name].reshape(h.shape if deltas[name].dim() else ())).rsqrt()
-                for name, h in self.curvature.items()
-            },
-        )
+        precisions = self.prior.precisions()
+        deviations = {}
+        for name, h in self.curvature.items():
+            delta = precisions[name]
+            if delta.dim():
+                delta = delta.reshape(h.shape)
+            deviations[name] = (h + delta).rsqrt()
+        return FixedPosterior(self._weights, deviations)
 
     def _add(self, model: nn.Module, x: Any, y: Tensor) -> None:
+        """Add the curvature and the log-likelihood of a batch, in portions that fit into memory."""
         device = next(iter(self._weights.values())).device
-        x, y = map_inputs(lambda t: t.to(device), x), y.to(device)
-        size = max(1, ROW_NUMBERS // sum(w.numel() for w in self._weights.values()))
-        for own in torch.arange(len(y), device=device).split(size):
-            x_own, y_own = taken(x, own), y[own]
-            with torch.no_grad():
-                f = run(model, copied(x_own))
-            seeds, log_prob = self._seeds(f, y_own)
-            self.log_likelihood += log_prob.cpu()
-            rows = persample.rows(
-                model, self._weights, map_inputs(lambda t: t.unsqueeze(1), x_own), seeds.to(f.dtype)
-            )
-            for name, row in rows.items():
-                self.curvature[name] += row.square().sum((0, 1))
-            self.n_data += len(y_own)
+        x = map_inputs(lambda t: t.to(device), x)
+        y = y.to(device)
+        n_weights = sum(w.numel() for w in self._weights.values())
+        size = max(1, GRADIENT_ENTRIES // n_weights)
+        for span in torch.arange(len(y), device=device).split(size):
+            self._add_portion(model, taken(x, span), y[span])
 
-    def _seeds(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Output cotangents [n, K, C] whose squared rows are the curvature, and the
-        log-likelihood.
-        """
+    def _add_portion(self, model: nn.Module, x: Any, y: Tensor) -> None:
+        with torch.no_grad():
+            f = run(model, copied(x))
+        cotangents, log_prob = self._cotangents(f, y)
+        copies = map_inputs(lambda t: t.unsqueeze(1), x)  # an augmentation axis of length one
+        rows = persample.rows(model, self._weights, copies, cotangents.to(f.dtype))
+        for name, row in rows.items():
+            self.curvature[name] += row.square().sum((0, 1))
+        self.log_likelihood += log_prob.cpu()
+        self.n_data += len(y)
+
+    def _cotangents(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Cotangents [n, K, C] of the outputs whose squared rows are h, and the log-likelihood."""
         f = f.double().requires_grad_()
-        scale = self._likelihood.inverse_temperature.item()
         with torch.enable_grad():
-            log_prob = self._likelihood.log_prob(f, y).sum() * scale
+            log_prob = self._likelihood.tempered_log_prob(f, y).sum()
             (slope,) = torch.autograd.grad(log_prob, f)
         if self._curvature == "empirical":
             return slope.reshape(len(f), 1, -1), log_prob.detach()
         f = f.detach()
         columns = torch.arange(f[0].numel(), device=f.device).expand(len(f), -1)
         with torch.no_grad():
-            root = self._likelihood.root(f, y, "symmetric", columns)
-        return root.mT * self._likelihood.curvature_scale().detach().sqrt(), log_prob.detach()
+            U = self._likelihood.root(f, y, "symmetric", columns)
+            root_scale = self._likelihood.curvature_scale().sqrt()
+        return U.mT * root_scale, log_prob.detach()

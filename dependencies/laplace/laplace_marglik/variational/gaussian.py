@@ -1,6 +1,4 @@
-"""Gaussian distributions over weights around those of a network: what is drawn, and how wide it
-is.
-"""
+"""Gaussian distributions over the weights of a network: draws, and standard deviations."""
 
 from __future__ import annotations
 
@@ -23,11 +21,21 @@ class Posterior(Protocol):
     """A distribution over weights that can be drawn from."""
 
     def sample(self, generator: torch.Generator, scale: float = 1.0) -> dict[str, Tensor]:
-        """Weights m + scale * noise, by name."""
+        """Weights m + scale * noise, by name.
+
+        Args:
+            generator: source of the noise.
+            scale: factor of the noise.
+        """
 
 
 class FixedPosterior:
-    """N(m, diag(s^2)) with given means and standard deviations, by weight name."""
+    """N(m, diag(s^2)), with constant means and standard deviations.
+
+    Args:
+        mean: m of each weight by name.
+        deviation: s of each weight by name, shaped as the weight or a scalar.
+    """
 
     def __init__(self, mean: Mapping[str, Tensor], deviation: Mapping[str, Tensor]):
         if set(mean) != set(deviation):
@@ -38,6 +46,12 @@ class FixedPosterior:
         self.deviation = {name: s.detach().clone() for name, s in deviation.items()}
 
     def sample(self, generator: torch.Generator, scale: float = 1.0) -> dict[str, Tensor]:
+        """Weights m + scale * s * xi by name, xi standard normal.
+
+        Args:
+            generator: source of xi.
+            scale: factor of the noise.
+        """
         return {
             name: m + scale * self.deviation[name] * normal(m, generator)
             for name, m in self.mean.items()
@@ -47,8 +61,14 @@ class FixedPosterior:
 class LearnedWidth(nn.Module):
     """The standard deviations of q = N(m, diag(sigma^2)) around the weights m of a network.
 
-    sigma = softplus(raw_sigma): one for all weights ("scalar"), one per group of the prior
-    ("group"), or one per weight ("diagonal").
+    sigma = softplus(raw_sigma).
+
+    Args:
+        width: one sigma for all weights ("scalar"), one per prior group ("group"), or one per
+            element ("diagonal").
+        prior: of the same weights.
+        weights: tensors by parameter name.
+        sigma: initial standard deviation.
     """
 
     raw_sigma: nn.Parameter
@@ -61,19 +81,27 @@ class LearnedWidth(nn.Module):
             raise MarglikError(f"posterior must be scalar, group or diagonal, got {width!r}")
         if not 0 < sigma < math.inf:
             raise MarglikError(f"sigma must be positive and finite, got {sigma}")
-        self.groups: Groups = prior.groups if width == "group" else groups_of(width, weights)[0]
-        size = sum(w.numel() for w in weights.values()) if width == "diagonal" else 1
-        size = len(prior.group_names) if width == "group" else size
+        self.groups: Groups
+        if width == "group":
+            self.groups, names = prior.groups, prior.group_names
+        else:
+            self.groups, names = groups_of(width, weights)
         raw = sigma + math.log(-math.expm1(-sigma))  # inverse of softplus
-        self.raw_sigma = nn.Parameter(next(iter(weights.values())).new_full((size,), raw).detach())
+        first = next(iter(weights.values())).detach()
+        self.raw_sigma = nn.Parameter(first.new_full((len(names),), raw))
 
     @property
     def sigma(self) -> Tensor:
+        """Standard deviations: [1], one per prior group, or one per weight."""
         return F.softplus(self.raw_sigma)
 
     def of(self, values: Tensor, name: str, weight: Tensor) -> Tensor:
-        """A weight's part of a vector with one value per entry of sigma: a number, or one per
-        element.
+        """A weight's part of a vector with one value per entry of sigma.
+
+        Args:
+            values: one per entry of sigma.
+            name: of the weight.
+            weight: for its shape, which the part has unless it is a single number.
         """
         group = self.groups[name]
         return values[group] if isinstance(group, int) else values[group].reshape(weight.shape)
@@ -81,9 +109,14 @@ class LearnedWidth(nn.Module):
     def perturbed(
         self, weights: Mapping[str, Tensor], noise: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """m + sigma * noise, differentiable in both m and sigma."""
+        """m + sigma * noise by weight name, differentiable in both m and sigma.
+
+        Args:
+            weights: m by parameter name.
+            noise: by parameter name, shaped as the weights.
+        """
         sigma = self.sigma
-        # once, not for every weight
+        # one operation for all weights, instead of an indexing for each
         entries = sigma.unbind() if len(sigma) <= len(self.groups) else ()
         perturbed = {}
         for name, w in weights.items():
@@ -95,6 +128,5 @@ class LearnedWidth(nn.Module):
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal noise shaped as `like`, drawn where the generator is."""
-    return torch.randn(
-        like.shape, generator=generator, dtype=like.dtype, device=generator.device
-    ).to(like.device)
+    noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=generator.device)
+    return noise.to(like.device)

@@ -21,9 +21,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
+from asdl_marglik import STRUCTURES
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.grid.config import parse
 from ntkmarglik.programs.grid.table import BOUNDS, Row, read
+from ntkmarglik.programs.paper.figures.style import label_of
 
 STYLE = {
     "font.size": 8,
@@ -34,28 +36,18 @@ STYLE = {
     "figure.dpi": 150,
 }
 FILES = ("bound_grid_prior.csv", "bound_grid_rotation.csv")
-NAMES = {"full": "exact", "blockdiag": "block-diagonal", "kfac": "KFAC", "diag": "diagonal"}
 ROOTS = {
     "paper": "published (no bound)",
     "fisher": "Fisher root",
     "symmetric": "symmetric root",
     "eigen": "eigen root",
 }
-LOOKS = {  # colours told apart with any colour vision, lines without any
-    **dict(
-        zip(
-            NAMES.values(),
-            (("black", "-"), ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-.")),
-            strict=True,
-        )
-    ),
-    **dict(
-        zip(
-            ROOTS.values(),
-            (("#D55E00", "--"), ("#0072B2", "-"), ("#009E73", "-."), ("#CC79A7", ":")),
-            strict=True,
-        )
-    ),
+LINES = ("-", "--", "-.", ":")  # told apart without colours
+ROOT_LOOKS = {  # colours told apart with any colour vision
+    "paper": ("#D55E00", "--"),
+    "fisher": ("#0072B2", "-"),
+    "symmetric": ("#009E73", "-."),
+    "eigen": ("#CC79A7", ":"),
 }
 ROOTS_SUBSET = "50"
 GAP = 0.062  # of the height of a panel between two labels
@@ -65,11 +57,11 @@ Chosen = Callable[[Row], str | None]  # the label of a row's curve; None if it i
 
 def parametric(folder: Path, target: Path) -> None:
     """Figure 3: structures of the curvature, all data."""
-    structures = ("blockdiag", "kfac", "diag")
+    structures = tuple(name for name, s in STRUCTURES.items() if s.guarantee != "exact")
     _draw(
         target,
         folder,
-        lambda row: NAMES[row["structure"]] if _plain(row, structures, whole=True) else None,
+        lambda row: label_of(row["structure"]) if _plain(row, structures, whole=True) else None,
     )
 
 
@@ -129,6 +121,16 @@ def _single(row: Row) -> bool:
 
 def _size(row: Row) -> str:
     return f"S = {row['subset']}"
+
+
+def _look(label: str) -> tuple[str, str]:
+    """Colour and line of a curve that is named by a root or a structure."""
+    for root, name in ROOTS.items():
+        if name == label:
+            return ROOT_LOOKS[root]
+    inexact = [s for s in STRUCTURES.values() if s.guarantee != "exact"]
+    number = [s.label for s in inexact].index(label)
+    return inexact[number].colour, LINES[number % len(LINES)]
 
 
 def _draw(target: Path, folder: Path, *panels: Chosen, titles: tuple[str, ...] = ("",)) -> None:
@@ -209,7 +211,7 @@ def _panel(axes: Axes, rows: list[Row], chosen: Chosen, source: Path) -> list[Ma
                 plt.get_cmap("viridis")(0.75 * (1 - others.index(label) / max(1, len(others) - 1)))
             )
         elif label != "exact":
-            colour, style = LOOKS[label]
+            colour, style = _look(label)
         x, y, error = points.T
         axes.plot(x, y, style, color=colour, linewidth=1.8 if label == "exact" else 1.2, zorder=3)
         axes.fill_between(x, y - error, y + error, color=colour, alpha=0.2, linewidth=0)

@@ -7,8 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ntkmarglik.programs.finetune.rows import PROBLEM
-from ntkmarglik.programs.paper.figures.style import COLOURS, rows_of, sheet
+from ntkmarglik.programs.paper.figures.style import rows_of, sheet
 from ntkmarglik.runs.records import grouped, mean_and_error, values
+from ntkmarglik.runs.report import COLOURS
 
 METHODS = dict(
     zip(("de-elbo", "map-gs", "la-lml", "la-clml", "elbo", "map-bo"), COLOURS, strict=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ntkmarglik.programs.paper.figures.style import COLOURS, rows_of, sheet
+from ntkmarglik.programs.paper.figures.style import rows_of, sheet
 from ntkmarglik.runs.records import Row, grouped, mean_and_error, values
+from ntkmarglik.runs.report import COLOURS
 
 COLUMNS = {"test_log_likelihood": "test log-likelihood", "log_marglik": "log evidence / datum"}
 

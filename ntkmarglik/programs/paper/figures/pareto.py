@@ -11,12 +11,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from asdl_marglik import STRUCTURES
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.paper.figures.style import ESTIMATOR, STRUCTURES, rows_of, sheet
+from ntkmarglik.programs.paper.figures.style import (
+    ESTIMATOR,
+    colour_of,
+    marker_of,
+    rows_of,
+    sheet,
+)
 from ntkmarglik.runs.records import grouped, mean_and_error, values
 
 QUANTITIES = {"log_marglik": "log evidence / datum", "test_log_likelihood": "test log-likelihood"}
-MARKERS = {"full": "*", "ntk": "o", "blockdiag": "s", "kfac": "^", "diag": "D"}
 FAINT = 0.3
 
 
@@ -78,12 +84,12 @@ def _draw(axes: Axes, points: list[Point]) -> None:
         method, single = (
             (parts["method"], parts["outputs"] != "C") if parts else (point.label, True)
         )
-        colour, alpha = STRUCTURES[method], 1.0 if point in best else FAINT
+        colour, alpha = colour_of(method), 1.0 if point in best else FAINT
         axes.errorbar(
             point.seconds,
             point.value,
             yerr=(point.error or None) if point in best else None,
-            fmt=MARKERS[method],
+            fmt=marker_of(method),
             color=colour,
             alpha=alpha,
             markersize=5,
@@ -133,7 +139,7 @@ def _name(axes: Axes, best: list[Point]) -> None:
     place, (low, high) = -np.inf, axes.get_ylim()
     for point in best:
         place = max((point.value - low) / (high - low) + 0.015, place + 0.05)
-        colour = STRUCTURES[point.label.split("-")[0]]
+        colour = colour_of(point.label.split("-")[0])
         at = (point.seconds / 1.08, low + place * (high - low))
         axes.text(*at, point.label, fontsize=6, ha="right", va="bottom", color=colour)
 
@@ -152,7 +158,9 @@ def _legend(axes: Axes, structures: set[str]) -> None:
         )
 
     handles = [
-        handle(s, MARKERS[s], STRUCTURES[s], STRUCTURES[s]) for s in MARKERS if s in structures
+        handle(name, marker_of(name), colour_of(name), colour_of(name))
+        for name in STRUCTURES
+        if name in structures
     ]
     handles.append(handle("all outputs: open", "o", "0.4", "white"))
     handles.append(handle("dominated: faint", "o", "0.8", "0.8"))

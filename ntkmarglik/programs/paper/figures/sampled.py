@@ -6,8 +6,9 @@ from pathlib import Path
 
 from matplotlib.ticker import NullFormatter
 
-from ntkmarglik.programs.paper.figures.style import COLOURS, rows_of, sheet
+from ntkmarglik.programs.paper.figures.style import rows_of, sheet
 from ntkmarglik.runs.records import Row
+from ntkmarglik.runs.report import COLOURS
 
 PRECISIONS = {
     "outputs_precision": ("precision by samples", COLOURS[0], "o"),

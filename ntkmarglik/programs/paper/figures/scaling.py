@@ -8,13 +8,13 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from ntkmarglik.programs.paper.figures.style import STRUCTURES, rows_of, sheet
+from ntkmarglik.programs.paper.figures.style import colour_of, rows_of, sheet
 from ntkmarglik.runs.records import Row, grouped
 
 ESTIMATORS = {
-    "ntk-S-1": STRUCTURES["ntk"],
-    "kfac-S-1": STRUCTURES["kfac"],
-    "kfac-S-C": STRUCTURES["blockdiag"],
+    "ntk-S-1": colour_of("ntk"),
+    "kfac-S-1": colour_of("kfac"),
+    "kfac-S-C": colour_of("blockdiag"),
 }
 MODELS = {"mininet": ("MiniNet", "o", "--"), "resnet": ("ResNet-18", "s", "-")}
 AXES = {"S": "data points S", "A": "augmented copies A", "N": "data set size N", "C": "outputs C"}

@@ -18,18 +18,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
+from asdl_marglik import STRUCTURES
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.runs.records import Row, read
-from ntkmarglik.runs.report import COLOURS, STYLE
+from ntkmarglik.runs.report import STYLE
 
-STRUCTURES = {
-    "map": "#777777",
-    "full": "#000000",
-    "ntk": COLOURS[0],
-    "blockdiag": COLOURS[2],
-    "kfac": COLOURS[1],
-}
-STRUCTURES |= {"diag": COLOURS[3], "augerino": COLOURS[4], "elbo": "#E69F00", "de-elbo": "#8C564B"}
+MARKERS = ("o", "*", "s", "^", "D", "v", "P", "X")  # of the structures, in their order
 ESTIMATOR = re.compile(r"(?P<method>\w+)-(?P<subset>\d+|N)-(?P<outputs>\d+|C)(?P<variant>.*)")
 GAP = 0.075  # of the height of a panel between two labels
 Label = tuple[float, str, str]  # height, text, colour
@@ -60,6 +55,21 @@ def rows_of(folder: Path, name: str) -> list[Row]:
             "(illustrations/README.md)."
         )
     return read(folder / name)
+
+
+def label_of(method: str) -> str:
+    """A method, or the structure of its curvature, as a reader knows it."""
+    return METHODS.named(method).label
+
+
+def colour_of(method: str) -> str:
+    """The same colour for a method in every figure."""
+    return METHODS.named(method).colour
+
+
+def marker_of(structure: str) -> str:
+    """The same marker for a structure in every figure."""
+    return MARKERS[list(STRUCTURES).index(structure) % len(MARKERS)]
 
 
 def shades(number: int) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from ntkmarglik.programs.paper.figures.style import STRUCTURES, Label, label_ends, rows_of, sheet
+from ntkmarglik.programs.paper.figures.style import Label, colour_of, label_ends, rows_of, sheet
 from ntkmarglik.runs.records import Row, grouped, mean_and_error, values
 
 VARIANTS = {
@@ -61,7 +61,7 @@ def _panel(axes: Axes, rows: list[Row], quantity: str) -> list[Label]:
             for n, members in by_size
         ]
         colour, style, marker = STYLES.get(
-            label.split("-")[1], (STRUCTURES[label.split("-")[0]], "-", "o")
+            label.split("-")[1], (colour_of(label.split("-")[0]), "-", "o")
         )
         x, y, error = zip(*((n, mean, error or 0) for n, mean, error in points), strict=True)
         axes.errorbar(

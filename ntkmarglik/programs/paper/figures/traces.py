@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
+from asdl_marglik import STRUCTURES
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.paper.figures.style import (
     ESTIMATOR,
-    STRUCTURES,
     Label,
+    colour_of,
     label_ends,
+    label_of,
     rows_of,
     shades,
     sheet,
@@ -25,17 +27,15 @@ from ntkmarglik.runs.records import Row, grouped, mean_and_error, values
 from ntkmarglik.runs.report import window
 
 QUANTITIES = {"log_marglik": "log evidence / datum", "test_log_likelihood": "test log-likelihood"}
-NAMES = {"full": "full", "blockdiag": "block-diagonal", "kfac": "KFAC", "diag": "diagonal"}
-BASELINE = {"map": ("MAP", STRUCTURES["map"])}
 Curve = tuple[str, str]  # name, colour
 
 
 def parametric(labels: list[str]) -> dict[str, Curve]:
-    """Structures of the curvature, all data and outputs."""
-    chosen = {f"{structure}-N-C": structure for structure in NAMES}
+    """Structures of the curvature, all data and outputs; the kernel has a panel of its own."""
+    chosen = {f"{structure}-N-C": structure for structure in STRUCTURES if structure != "ntk"}
     return {
-        label: (NAMES[chosen[label]], STRUCTURES[chosen[label]])
-        for label in chosen
+        label: (label_of(structure), colour_of(structure))
+        for label, structure in chosen.items()
         if label in labels
     }
 
@@ -78,7 +78,7 @@ def traces(file: str, panels: list[Panel], folder: Path, target: Path) -> None:
     families = [(title, curves) for title, choose in panels if (curves := choose(list(by_label)))]
     if not families:
         raise NtkMarglikError(f"{file} has no runs of {' or '.join(title for title, _ in panels)}.")
-    baseline = {label: curve for label, curve in BASELINE.items() if label in by_label}
+    baseline = {"map": (label_of("map"), colour_of("map"))} if "map" in by_label else {}
     with sheet(
         target, len(QUANTITIES), len(families), (3.5, 2.1), sharey="row", sharex="all"
     ) as grid:

@@ -1,7 +1,7 @@
 """The log-determinant from effective dimensions on a ladder of precisions.
 
-Of M and t A the effective dimension gamma(t) = tr((t A + M)^-1 M) = sum_r l_r / (l_r + t), l the
-eigenvalues of A^-1 M, and
+With the prior precision multiplied by t, the effective dimension is
+gamma(t) = tr((t A + M)^-1 M) = sum_r l_r / (l_r + t), where l are the eigenvalues of A^-1 M, and
 
     log|I + A^-1 M| = int_1^inf gamma(t) dt / t.
 
@@ -22,13 +22,19 @@ from dataclasses import dataclass
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.evidence import Evidence
 
-# on either side of the bracket: about 95 % of a normal error, somewhat less for few samples
+# width of the interval on either side of the bracket: covers about 95 % of a normal error, and
+# somewhat less with few samples
 STANDARD_ERRORS = 2.0
 
 
 def rungs(trace: float, count: int) -> list[float]:
-    """Factors from 1 to at least 2, geometric, the last so large that at most one nat lies beyond
-    it.
+    """Factors t of the precision from 1 to max(2, trace), in geometric steps.
+
+    Beyond the last there is at most one nat of the integral.
+
+    Args:
+        trace: tr(A^-1 M).
+        count: number of factors, at least 2.
     """
     if count < 2:
         raise MarglikError(f"a ladder needs at least 2 precisions, got {count}")
@@ -37,25 +43,40 @@ def rungs(trace: float, count: int) -> list[float]:
 
 
 def integral(factors: Sequence[float], gammas: Sequence[float], trace: float) -> float:
-    """The trapezoidal rule in log t, kept inside the bracket; its middle beyond the last rung."""
+    """The trapezoidal rule in log t, limited to the bracket, and the bracket's middle at the end.
+
+    Args:
+        factors: the rungs t.
+        gammas: effective dimensions gamma(t), one for each rung.
+        trace: tr(A^-1 M).
+    """
     inner = 0.0
     for s, t, first, last in zip(factors, factors[1:], gammas, gammas[1:], strict=False):
         low, high = _between(s, t, first, last)
-        inner += min(max(0.5 * (first + last) * math.log(t / s), low), high)
-    return inner + 0.5 * (gammas[-1] + max(trace / factors[-1], gammas[-1]))
+        trapezoid = 0.5 * (first + last) * math.log(t / s)
+        inner += min(max(trapezoid, low), high)
+    low, high = _beyond(factors, gammas, trace)
+    return inner + 0.5 * (low + high)
 
 
 def bracket(factors: Sequence[float], gammas: Sequence[float], trace: float) -> tuple[float, float]:
-    """Lower and upper bound of the log-determinant for exact gammas; with estimates, nearly."""
-    low, high = gammas[-1], max(trace / factors[-1], gammas[-1])
+    """Lower and upper bound of the log-determinant for exact gammas; with estimates, nearly.
+
+    Args:
+        factors: the rungs t.
+        gammas: effective dimensions gamma(t), one for each rung.
+        trace: tr(A^-1 M).
+    """
+    low, high = _beyond(factors, gammas, trace)
     for s, t, first, last in zip(factors, factors[1:], gammas, gammas[1:], strict=False):
         least, most = _between(s, t, first, last)
-        low, high = low + least, high + most
+        low += least
+        high += most
     return low, high
 
 
 def _between(s: float, t: float, first: float, last: float) -> tuple[float, float]:
-    """Bounds of the integral from s to t, given gamma(s) and gamma(t)."""
+    """Bounds of the integral from s to t, by gamma(s) = first and gamma(t) = last."""
     if first <= 0:
         return 0.0, 0.0
     # noise may break the order that the exact ones have
@@ -64,34 +85,30 @@ def _between(s: float, t: float, first: float, last: float) -> tuple[float, floa
     return first - last + last * steps, first - last + first * steps
 
 
+def _beyond(factors: Sequence[float], gammas: Sequence[float], trace: float) -> tuple[float, float]:
+    """Bounds of the integral from the last rung to infinity."""
+    return gammas[-1], max(trace / factors[-1], gammas[-1])
+
+
 @dataclass(frozen=True, repr=False)
 class LadderEvidence(Evidence):
-    """An evidence whose log-determinant is an integral over a ladder of estimated effective
-    dimensions.
+    """An evidence whose log-determinant is an integral over a ladder of effective dimensions.
 
-    bracket: what the rule of integration leaves open, were the effective dimensions exact. It says
-    nothing about the sampling error and is no interval for the evidence: that is `interval`.
+    `bracket` is what the rule of integration leaves open, were the effective dimensions exact. It
+    says nothing about the sampling error and is no interval for the evidence: that is `interval`.
     """
 
     bracket: tuple[float, float] = (-math.inf, math.inf)
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The bracket widened by two standard errors on either side; None for one sample, whose
-        error is not known.
-        """
-        if self.standard_error is None:
-            return None
-        low, high = self.bracket
-        return (
-            low - STANDARD_ERRORS * self.standard_error,
-            high + STANDARD_ERRORS * self.standard_error,
-        )
+    def __post_init__(self) -> None:
+        """The interval is the bracket widened by standard errors; one sample has none."""
+        if self.standard_error is not None:
+            low, high = self.bracket
+            margin = STANDARD_ERRORS * self.standard_error
+            object.__setattr__(self, "interval", (low - margin, high + margin))
 
     def __repr__(self) -> str:
-        interval = "unknown: one sample has no standard error"
+        evidence = super().__repr__().replace("Evidence", "LadderEvidence", 1)
         if self.interval is not None:
-            interval = f"({self.interval[0]:.6g}, {self.interval[1]:.6g})"
-        return f"{super().__repr__()[:-1]}, interval={interval})".replace(
-            "Evidence", "LadderEvidence", 1
-        )
+            return evidence
+        return f"{evidence[:-1]}, interval=unknown: one sample has no standard error)"

@@ -13,7 +13,13 @@ from laplace_marglik.errors import MarglikError
 
 
 class Layout:
-    """Where each weight, and each group of the prior, is in a flat vector of P numbers."""
+    """The places of weights and prior groups in a flat vector of P numbers.
+
+    Args:
+        weights: tensors by parameter name.
+        groups: the prior's group of each weight, a number or a slice of one number per element.
+        n_groups: G.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor], groups: Groups, n_groups: int):
         self.shapes = {name: w.shape for name, w in weights.items()}
@@ -31,29 +37,30 @@ class Layout:
         return torch.cat([tensors[name].detach().flatten() for name in self.pieces])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The tensors of each weight in a vector [P]; not copies."""
+        """The tensors of each weight in a vector [P], as views."""
         return {name: vector[piece].view(self.shapes[name]) for name, piece in self.pieces.items()}
 
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         """Inner products [k, G] of vectors [k, P], group by group, in float64."""
-        found = torch.zeros(len(a), self.n_groups, dtype=torch.float64, device=a.device)
+        sums = torch.zeros(len(a), self.n_groups, dtype=torch.float64, device=a.device)
         for name, piece in self.pieces.items():
-            group, product = self.groups[name], a[:, piece] * b[:, piece]
+            group = self.groups[name]
+            product = a[:, piece] * b[:, piece]
             if isinstance(group, int):
-                found[:, group] += product.sum(1, dtype=torch.float64)
+                sums[:, group] += product.sum(1, dtype=torch.float64)
             else:
-                found[:, group] += product.double()
-        return found
+                sums[:, group] += product.double()
+        return sums
 
     def add_(self, out: Tensor, vectors: Tensor, factors: Tensor, sign: float = 1.0) -> Tensor:
-        """out += sign * factors [G] * vectors, each group by its own factor, in place."""
+        """out [k, P] += sign * factors [G] * vectors [k, P], group by group, in place."""
         for name, piece in self.pieces.items():
             factor = (sign * factors[self.groups[name]]).to(out)
             out[:, piece] += factor * vectors[:, piece]
         return out
 
     def divided_(self, vectors: Tensor, factors: Tensor) -> Tensor:
-        """vectors / factors [G], in place."""
+        """vectors [k, P] /= factors [G], group by group, in place."""
         for name, piece in self.pieces.items():
             vectors[:, piece] /= factors[self.groups[name]].to(vectors)
         return vectors
@@ -75,7 +82,7 @@ def included(weights: dict[str, nn.Parameter], exclude: list[str]) -> dict[str, 
             raise MarglikError(
                 f"exclude pattern {pattern!r} fits no weight; there are {list(weights)}"
             )
-    found = {name: w for name, w in weights.items() if not matches(name, exclude)}
-    if not found:
+    remaining = {name: w for name, w in weights.items() if not matches(name, exclude)}
+    if not remaining:
         raise MarglikError(f"exclude={exclude} leaves no weights")
-    return found
+    return remaining

@@ -1,4 +1,4 @@
-"""The mode of the linear model: its own, for the network's weights need not be one.
+"""The mode of the linear model, which the network's weights need not be.
 
 With h(theta) = f + J (theta - w) (or J theta, without the offset) the convex loss
 
@@ -11,6 +11,7 @@ gradients. Outputs are linear in theta, so that a line search needs no further p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,28 +27,38 @@ from laplace_marglik.posterior.sampled.solve import (
 )
 from laplace_marglik.posterior.sampled.system import Portion, Seen, System
 
-INEXACT = 0.1  # relative residual of a Newton system: its error is mended by the next step
+# relative residual of a Newton system: the next step corrects its error
+INEXACT = 0.1
+# share of the loss's decrease along its slope that a step must reach: Armijo's usual constant
+SUFFICIENT_DECREASE = 1e-4
+# of a Newton step: if not even such a short one lowers the loss, rounding hides the gain
+SHORTEST_STEP = 1e-6
+LEAST_NORM = 1e-300  # against a division by zero; near the least number in float64
 
 
 @dataclass
 class LinearModel:
-    """The convex loss of a system's data; theta and mu are in the system's coordinates, weights
-    divided by s.
+    """The convex loss of a system's data.
+
+    theta and mu [P] are in the system's coordinates: weights divided by the feature scales s.
+
+    Args:
+        system: data, likelihood and prior.
+        offset: whether h(theta) has the network's outputs f.
     """
 
     system: System
     offset: bool
 
     def __post_init__(self) -> None:
-        layout, prior = self.system.layout, self.system.prior
+        layout = self.system.layout
         weights = {name: w.detach() for name, w in self.system.linear.model.named_parameters()}
         self.origin = self._scaled(layout.flat(weights))
-        means = {name: prior.mean_of(name) for name in layout.pieces}
-        self.mean = torch.zeros(()).to(self.origin)  # mostly: no vector is kept for it
+        self.mean = torch.zeros(()).to(self.origin)  # a number, where no mean needs a vector
+        means = {name: self.system.prior.mean_of(name) for name in layout.pieces}
         if any(isinstance(mean, Tensor) or mean != 0 for mean in means.values()):
-            self.mean = self._scaled(
-                layout.flat({name: _filled(means[name], weights[name]) for name in means})
-            )
+            tensors = {name: _filled(mean, weights[name]) for name, mean in means.items()}
+            self.mean = self._scaled(layout.flat(tensors))
 
     def _scaled(self, vector: Tensor) -> Tensor:
         scale = self.system.linear.scale
@@ -59,27 +70,33 @@ class LinearModel:
         return self.system.layout.dots(deviation, deviation)[0]
 
     def log_likelihood(self, outputs: list[Tensor]) -> Tensor:
-        """sum_i log p(y_i | h_i) / tau of the outputs of each batch, in float64."""
+        """sum_i log p(y_i | h_i) / tau, in float64.
+
+        Args:
+            outputs: h [n, ...] of each batch.
+        """
         likelihood = self.system.likelihood
         total = torch.zeros((), dtype=torch.float64, device=self.mean.device)
         with torch.no_grad():
             for h, batch in zip(outputs, self.system.batches(), strict=True):
-                total += likelihood.log_prob(h.double(), batch.y).sum()
-            self.system.over_ranks_(total, "log-likelihood of the linear model")
-            return total * likelihood.inverse_temperature
+                total += likelihood.tempered_log_prob(h.double(), batch.y).sum()
+        return self.system.over_ranks_(total, "log-likelihood of the linear model")
 
     def log_likelihoods(self, outputs: list[Tensor], z: Tensor) -> Tensor:
-        """sum_i log p(y_i | h_i + J_i z_j) / tau of each deviation z [k, P] of the weights [k]; one
-        pass.
+        """sum_i log p(y_i | h_i + J_i z_j) / tau of each deviation z_j [k]; one pass.
+
+        Args:
+            outputs: h [n, ...] of each batch.
+            z: k deviations of theta [k, P].
         """
-        moved = [h + d for h, d in zip(outputs, self.system.pushed(z).values(), strict=True)]
+        pushed = self.system.pushed(z).values()
+        moved = [h + d for h, d in zip(outputs, pushed, strict=True)]
         return torch.stack([self.log_likelihood([h[j] for h in moved]) for j in range(len(z))])
 
     def outputs(self, theta: Tensor) -> list[Tensor]:
-        """h(theta) of each batch; one pass, which refuses data, outputs and targets that are not
-        finite.
-        """
-        outputs, seen = [], Seen(self.system)
+        """h(theta) [n, ...] of each batch; one pass, which refuses values that are not finite."""
+        outputs = []
+        seen = Seen(self.system)
         for batch in self.system.batches():
             f, pushed = self._pushed(theta, batch.x)
             seen.add(batch, f, pushed)
@@ -88,42 +105,52 @@ class LinearModel:
         return outputs
 
     def _outputs(self, theta: Tensor, x: Any) -> Tensor:
+        """h(theta) [n, ...] of one batch."""
         f, pushed = self._pushed(theta, x)
         return f + pushed
 
     def _pushed(self, theta: Tensor, x: Any) -> tuple[Tensor, Tensor]:
-        """The linear model's constant, the network's outputs or 0, and what it adds to them."""
+        """The two terms of h(theta): f and J (theta - w), or 0 and J theta."""
         vector = theta - self.origin if self.offset else theta
         f, pushed = self.system.linear.jvp(x, vector.unsqueeze(0))
-        return f if self.offset else torch.zeros_like(f), pushed[0]
+        if not self.offset:
+            f = torch.zeros_like(f)
+        return f, pushed[0]
 
     def directional(
         self, theta: Tensor, direction: Tensor, outputs: list[Tensor], pushed: list[Tensor]
     ) -> float:
-        """Slope of the loss at theta along a direction with J direction = pushed: no pass, and no
-        gradient is kept.
+        """The slope of the loss at theta along a direction, without a pass over the network.
+
+        Args:
+            theta: where [P].
+            direction: [P].
+            outputs: h(theta) of each batch.
+            pushed: J direction of each batch.
         """
-        prior = self.system.layout.dots((theta - self.mean).unsqueeze(0), direction.unsqueeze(0))[0]
-        total = torch.zeros((), dtype=torch.float64, device=theta.device)
+        deviation = (theta - self.mean).unsqueeze(0)
+        products = self.system.layout.dots(deviation, direction.unsqueeze(0))[0]
+        of_prior = (self.system.precision * products).sum()
+        of_data = torch.zeros((), dtype=torch.float64, device=theta.device)
         for h, p, batch in zip(outputs, pushed, self.system.batches(), strict=True):
-            total += (self.slope(h, batch.y).double() * p.double()).sum()
-        self.system.over_ranks_(total, "slope of the linear model")
-        return (total + (self.system.precision * prior).sum()).item()
+            of_data += (self.slope(h, batch.y).double() * p.double()).sum()
+        self.system.over_ranks_(of_data, "slope of the linear model")
+        return (of_data + of_prior).item()
 
     def slope(self, h: Tensor, y: Tensor) -> Tensor:
-        """- d log p / dh / tau."""
-        likelihood = self.system.likelihood
+        """- d log p / dh / tau [n, ...] at outputs h [n, ...]."""
         with torch.enable_grad():
             h = h.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(likelihood.log_prob(h, y).sum(), h)
-        return -slope * likelihood.inverse_temperature.detach().to(h.dtype)
+            log_prob = self.system.likelihood.tempered_log_prob(h, y).sum()
+            (slope,) = torch.autograd.grad(log_prob, h)
+        return -slope
 
     def gradient(self, theta: Tensor, outputs: list[Tensor]) -> Tensor:
-        """Gradient [1, P] of the loss over all data."""
+        """Gradient [1, P] of the loss over all data, by the outputs h(theta) of each batch."""
         return self._with_prior(self._data_gradient(theta, outputs), theta)
 
     def _data_gradient(self, theta: Tensor, outputs: list[Tensor]) -> Tensor:
-        """Gradient [1, P] of the loss of own data without the prior."""
+        """Gradient [1, P] of the loss of this rank's data, without the prior."""
         out = torch.zeros_like(theta).unsqueeze(0)
         for h, batch in zip(outputs, self.system.batches(), strict=True):
             slope = self.slope(h, batch.y).unsqueeze(0)
@@ -133,8 +160,8 @@ class LinearModel:
     def pulled_squares(self, theta: Tensor) -> Tensor:
         """|theta - mu|^2 of each group [G] by the mode's equation A (theta - mu) = - gradient.
 
-        A solver's tolerance hides deviations of groups that the prior dominates; their gradient is
-        as it is.
+        Where the prior dominates a group, its deviation is smaller than the solver's tolerance; its
+        gradient is exact.
         """
         gradient = self._data_gradient(theta, self.outputs(theta))
         self.system.over_ranks_(gradient, "gradient of the linear model")
@@ -144,23 +171,26 @@ class LinearModel:
         """An unbiased estimate [1, P] of the gradient from one batch."""
         out = torch.zeros_like(theta)
         if len(batch.y):
-            slope = self.slope(self._outputs(theta[0], batch.x), batch.y).unsqueeze(0)
-            self.system.linear.vjp_(batch.x, lambda _: slope, out, self.system.n_data / batch.total)
+            outputs = self._outputs(theta[0], batch.x)
+            slope = self.slope(outputs, batch.y).unsqueeze(0)
+            factor = self.system.n_data / batch.total
+            self.system.linear.vjp_(batch.x, lambda _: slope, out, factor)
         return self._with_prior(out, theta[0])
 
     def _with_prior(self, out: Tensor, theta: Tensor) -> Tensor:
+        """The gradient [1, P] of the loss from that of this rank's data, in place."""
         self.system.over_ranks_(out, "gradient of the linear model")
-        return self.system.layout.add_(out, (theta - self.mean).unsqueeze(0), self.system.precision)
+        deviation = (theta - self.mean).unsqueeze(0)
+        return self.system.layout.add_(out, deviation, self.system.precision)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Where the loss is least, and how near to it the search ended."""
+    """The minimum of the loss, and how near to it the search ended."""
 
-    theta: Tensor
+    theta: Tensor  # [P]
     steps: int
-    # relative: |last step| / |theta - mu| for Newton steps, |gradient| / |first gradient| for
-    # others
+    # |last step| / |theta - mu| of Newton steps, |gradient| / |first gradient| of others
     error: float
 
 
@@ -169,8 +199,11 @@ def newton(
 ) -> Mode:
     """Newton steps until one is shorter than the tolerance, in units of the prior.
 
-    All their systems together take as many passes over the data, at most, as those of one sample
-    may.
+    Args:
+        model: whose loss is minimised.
+        theta: start [P].
+        settings: tolerance, and the largest number of iterations of all steps together.
+        precondition: an approximate inverse of H, of vectors [k, P].
     """
     system = model.system
     outputs = model.outputs(theta)
@@ -196,8 +229,9 @@ def newton(
         length = _line_search(model, theta, direction[0], outputs, pushed, slope)
         theta = theta + length * direction[0]
         outputs = [h + length * p for h, p in zip(outputs, pushed, strict=True)]
-        size = (system.precision * model.squares(theta)).sum().item()
-        error = (length * abs(slope) ** 0.5) / max(size, 1e-300) ** 0.5
+        squared_size = (system.precision * model.squares(theta)).sum().item()
+        step_size = length * abs(slope) ** 0.5
+        error = step_size / max(squared_size, LEAST_NORM) ** 0.5
         if length == 0:
             break
     return Mode(theta, steps, error)
@@ -211,9 +245,7 @@ def _line_search(
     pushed: list[Tensor],
     slope: float,
 ) -> float:
-    """The longest of 1, 1/2, 1/4, ... that lowers the loss as its slope promises; 0 where rounding
-    hides the gain.
-    """
+    """The longest of 1, 1/2, 1/4, ... that lowers the loss as its slope promises; 0 for none."""
     precision = model.system.precision
 
     def loss(length: float) -> float:
@@ -221,48 +253,62 @@ def _line_search(
         penalty = (precision * model.squares(theta + length * direction)).sum()
         return (0.5 * penalty - model.log_likelihood(moved)).item()
 
-    start, length = loss(0.0), 1.0
-    while length > 1e-6:
-        if loss(length) <= start + 1e-4 * length * slope:
+    start = loss(0.0)
+    length = 1.0
+    while length > SHORTEST_STEP:
+        if loss(length) <= start + SUFFICIENT_DECREASE * length * slope:
             return length
         length /= 2
     return 0.0
 
 
 def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
-    """Nesterov steps on minibatches; the curvature that limits their size is that of undecided
-    outputs too.
+    """Nesterov steps on minibatches.
+
+    Args:
+        model: whose loss is minimised.
+        theta: start [P].
+        settings: of the steps.
     """
     system = model.system
-    batch = next(system.whole_batches())
-    weight, f = system.n_data / batch.total, system.linear.outputs(batch.x)
 
-    def product(v: Tensor, point: Tensor) -> Tensor:
-        out = torch.zeros_like(v)
-        system.add_curvature_(out, v, batch, weight, point)
-        return system.whitened_(system.layout.add_(out, v, system.precision))
+    def gradient(at: Tensor, batch: Portion) -> Tensor:
+        return system.whitened_(model.batch_gradient(at, batch))
 
-    def gradient(at: Tensor) -> float:
+    def gradient_length(at: Tensor) -> float:
         return system.whitened_(model.gradient(at, model.outputs(at))).norm().item()
 
-    points = (f, torch.zeros_like(f))
-    steepest = max(largest_eigenvalue(lambda v, p=p: product(v, p), theta) for p in points)  # type: ignore[misc]
-    rate = settings.rate or RATE / steepest
-    first, moved = gradient(theta), theta.unsqueeze(0).clone()
+    rate = settings.rate or RATE / _steepest(system, theta)
+    first = gradient_length(theta)
+    moved = theta.unsqueeze(0).clone()
     bound = torch.full((1, 1), settings.clip * first, dtype=torch.float64, device=theta.device)
-    steps = nesterov(
-        lambda at, part: system.whitened_(model.batch_gradient(at, part)),
-        system.steps,
-        moved,
-        settings,
-        rate,
-        bound,
-    )
-    last = gradient(moved[0])
-    return Mode(moved[0], steps, last / max(first, 1e-300))
+    steps = nesterov(gradient, system.steps, moved, settings, rate, bound)
+    last = gradient_length(moved[0])
+    return Mode(moved[0], steps, last / max(first, LEAST_NORM))
+
+
+def _steepest(system: System, like: Tensor) -> float:
+    """The largest eigenvalue of the whitened H of a batch, at two points of its outputs.
+
+    At the network's outputs f, and at 0, where classes are undecided and the curvature is larger:
+    the steps may pass there.
+    """
+    batch = next(system.whole_batches())
+    factor = system.n_data / batch.total
+    f = system.linear.outputs(batch.x)
+
+    def product(point: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros_like(v)
+        system.add_curvature_(out, v, batch, factor, point)
+        system.layout.add_(out, v, system.precision)
+        return system.whitened_(out)
+
+    points = (f, torch.zeros_like(f))
+    return max(largest_eigenvalue(partial(product, point), like) for point in points)
 
 
 def _filled(mean: Tensor | float, like: Tensor) -> Tensor:
-    return (
-        mean.to(like).expand_as(like) if isinstance(mean, Tensor) else torch.full_like(like, mean)
-    )
+    """A mean as a tensor shaped as the weight."""
+    if isinstance(mean, Tensor):
+        return mean.to(like).expand_as(like)
+    return torch.full_like(like, mean)

@@ -1,6 +1,4 @@
-"""Samples of the linearised network's posterior: how they are solved for, kept, and known to be of
-the present fit.
-"""
+"""Samples of the linearised network's posterior: their solution, and checks that it is current."""
 
 from __future__ import annotations
 
@@ -33,16 +31,18 @@ from laplace_marglik.posterior.sampled.solve import (
 from laplace_marglik.posterior.sampled.system import Loader, System
 from laplace_marglik.prior import GaussianPrior
 
-# of a feature, for its scale: a weight that the data do not see is not scaled up without end
+# of a feature, for its scale: limits the scale of a weight that the data do not see to 1000
 LEAST_CURVATURE = 1e-6
-# of a first fit with averaged curvature: each averages over the samples of the one before
+# solves in a first fit with averaged curvature: each averages over the samples of the one before
 AVERAGED_FITS = 3
+# of the samples, solved one after the other: the solver's vectors are then fewer than the samples
+PORTIONS = 5
 NAMED = 5  # groups in a message, at most
 Self = TypeVar("Self", bound="Samples")
 
 
 class Samples:
-    """k solutions z_j of H z = b, of which `SampledLaplace` says what they mean."""
+    """k solutions z_j of H z = b; the arguments are those of `SampledLaplace`, which uses them."""
 
     def __init__(
         self,
@@ -85,12 +85,16 @@ class Samples:
         self.layout = Layout(weights, prior.groups, prior.log_precision.numel())
         self.linear = Linearised(model, self.layout, together)
         self._like = next(iter(weights.values())).detach().flatten()[:1]
+        self._forget()
+
+    def _forget(self) -> None:
+        """No samples yet."""
         self._z: Tensor | None = None
         self._mode: Mode | None = None
-        self._deviations: dict[int, Tensor] | None = None
-        self._u: Tensor | None = None
-        self._curvature_per_weight = 0.0
-        self._rows: Tensor | None = None
+        self._deviations: dict[int, Tensor] | None = None  # J z of the samples before, by batch
+        self._u: Tensor | None = None  # the data's noise
+        self._curvature_per_weight = 0.0  # tr(M) / P
+        self._rows: Tensor | None = None  # V of the preconditioner
         self._solved: Solved | None = None
         # of all that the samples depend on, when they were solved for
         self._fingerprint: Tensor | None = None
@@ -99,11 +103,11 @@ class Samples:
     # ------------------------------------------------------------------------------------ inference
 
     def fit(self: Self, loader: Loader) -> Self:
-        """Draw new noise and solve for the samples and for the linear model's mode at the network's
-        present weights.
+        """Draw new noise, and solve for samples and mode at the network's present weights.
 
-        loader: all data in batches; with "cg", noise in the data or averaged curvature the same
-        batches every time (shuffle=False).
+        Args:
+            loader: all data in batches (x, y); with "cg", noise in the data or averaged curvature
+                the same batches every time (shuffle=False).
         """
         self._seed = int(torch.randint(2**40, (), generator=self.generator))
         self._z = self._mode = self._deviations = None
@@ -112,51 +116,55 @@ class Samples:
         return self
 
     def refit(self: Self, loader: Loader) -> Self:
-        """The same with the noise of before, from where the samples were: for weights or a prior
-        that have moved.
+        """Solve again with the same noise, from the last samples: the weights or the prior moved.
+
+        Args:
+            loader: as in `fit`.
         """
         check_weights(self.model)
         with self._undone_by_failure():
             if self.averaged and self._z is not None:
                 self._deviations = self.system(loader).pushed(self._z)
-            old = self.linear.scale
-            self.linear.scale = None
+            old_scale = self.linear.scale
+            self._prepare(loader)
             system = self.system(loader)
-            if self.scaling == "g-prior":
-                diagonal = system.diagonal(self._like)
-                self.linear.scale = diagonal.clamp_min_(LEAST_CURVATURE).rsqrt_()
-            self._u = system.data_noise(self._like)  # E |u|^2 = tr M
-            self._curvature_per_weight = self._u.square().mean().item()
-            system = self.system(loader)
-            rows = self.solver.rows if isinstance(self.solver, ConjugateGradients) else 0
+            rows = self.solver.rows
             self._rows = root_rows(system, rows, self._like) if rows else None
             rescale = None
             if self._z is None:
                 self._z = system.prior_noise(range(self.samples), self._like)
                 self.layout.divided_(self._z, system.precision)
-            elif old is not None and self.linear.scale is not None:
-                rescale = old / self.linear.scale
+            elif old_scale is not None and self.linear.scale is not None:
+                rescale = old_scale / self.linear.scale
                 if self._mode is not None:
                     self._mode = replace(self._mode, theta=self._mode.theta * rescale)
             self._solve(system, rescale)
         return self
 
+    def _prepare(self, loader: Loader) -> None:
+        """The feature scales and the data's noise u at the present weights."""
+        self.linear.scale = None
+        system = self.system(loader)
+        if self.scaling == "g-prior":
+            diagonal = system.diagonal(self._like)
+            self.linear.scale = diagonal.clamp_min_(LEAST_CURVATURE).rsqrt_()
+        self._u = system.data_noise(self._like)
+        self._curvature_per_weight = self._u.square().mean().item()  # E |u|^2 = tr M
+
     def _named(self, chosen: Tensor) -> str:
-        """Groups of the prior in words."""
-        names = [
-            name for name, own in zip(self.prior.group_names, chosen.tolist(), strict=True) if own
-        ]
+        """Groups of the prior in words, by a mask [G]."""
+        mask = chosen.tolist()
+        names = [name for name, is_in in zip(self.prior.group_names, mask, strict=True) if is_in]
         # groups of single elements have the name of their weight
         names = list(dict.fromkeys(names))
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        plural = "s" if len(names) > 1 else ""
         shown = ", ".join(map(repr, names[:NAMED]))
-        return f"the prior's group{'s' if len(names) > 1 else ''} {shown}{more}"
+        return f"the prior's group{plural} {shown}{more}"
 
     @contextmanager
     def _undone_by_failure(self) -> Iterator[None]:
-        """Everything as it was, if what is inside fails; samples that have moved already have to be
-        fitted again.
-        """
+        """Restore everything if the block fails; samples that have moved must be fitted again."""
         names = (
             "_z",
             "_mode",
@@ -168,7 +176,8 @@ class Samples:
             "_fingerprint",
         )
         before = {name: getattr(self, name) for name in names}
-        scale, log_precision = self.linear.scale, self.prior.log_precision.detach().clone()
+        scale = self.linear.scale
+        log_precision = self.prior.log_precision.detach().clone()
         try:
             yield
         except BaseException:
@@ -182,7 +191,11 @@ class Samples:
             raise
 
     def system(self, loader: Loader) -> System:
-        """The linear system of the samples, at the present weights and precision."""
+        """The linear system of the samples, at the present weights and precision.
+
+        Args:
+            loader: all data in batches (x, y), as in `fit`.
+        """
         return System(
             self.linear,
             self.likelihood,
@@ -197,26 +210,31 @@ class Samples:
         )
 
     def _solve(self, system: System, rescale: Tensor | None = None) -> None:
-        """Samples, their effective dimensions and residuals, and the mode, at the present
-        precision.
+        """Solve for the mode, then for the samples, at the present precision.
 
-        rescale: factors [P] of the samples first. They move last, and each when it is known to be
-        finite.
+        The stored samples move last, and each only when the new one is known to be finite.
+
+        Args:
+            system: whose solutions they are.
+            rescale: factors [P] of the samples before they start.
         """
-        if not system.precision.isfinite().all():
+        unknown = ~system.precision.isfinite()
+        if unknown.any():
             raise MarglikError(
-                f"the precision of {self._named(~system.precision.isfinite())} is not finite; set "
-                "the prior's log_precision to a finite value"
+                f"the precision of {self._named(unknown)} is not finite; set the prior's "
+                "log_precision to a finite value"
             )
         mode = self._solve_mode(system)
-        z, parts = self._samples, []
-        for group in self._groups():
-            own = z[group.start : group.stop].clone()
-            parts.append(
-                self._solve_group(system, group, own if rescale is None else own.mul_(rescale))
-            )
+        z = self._samples
+        parts = []
+        for numbers in self._portions():
+            portion = slice(numbers.start, numbers.stop)
+            solution = z[portion].clone()
+            if rescale is not None:
+                solution.mul_(rescale)
+            parts.append(self._solve_portion(system, numbers, solution))
             self._fingerprint = None
-            z[group.start : group.stop] = own
+            z[portion] = solution
         self._mode = mode
         self._solved = Solved.all(parts)
         self._fingerprint = self._present()
@@ -241,56 +259,61 @@ class Samples:
                 "solver settings"
             )
 
-    def _groups(self) -> list[range]:
-        """Samples that are solved for at once: a fifth of them, which keeps the solver's vectors
-        below k in number.
-        """
-        size = min(self.samples, max(self.linear.together, self.samples // 5, 1))
-        return [range(s, min(s + size, self.samples)) for s in range(0, self.samples, size)]
+    def _portions(self) -> list[range]:
+        """The numbers of samples that are solved for together."""
+        size = max(self.linear.together, self.samples // PORTIONS, 1)
+        starts = range(0, self.samples, size)
+        return [range(start, min(start + size, self.samples)) for start in starts]
 
     def _preconditioner(self, system: System) -> Product | None:
-        """Rows of the data, if asked for; the stiffness of groups, if their precisions differ."""
+        """By root rows, if the solver has any; by stiffness, if precisions differ; or none."""
         if self._rows is not None:
             return RowPreconditioner(system, self._rows)
         return None if (system.stiffness == 1).all() else system.whitened
 
-    def _solve_group(self, system: System, group: range, z: Tensor) -> Solved:
-        """Move z [g, P] to the solutions.
+    def _solve_portion(self, system: System, numbers: range, z: Tensor) -> Solved:
+        """Move z [g, P] to the solutions with these numbers, and measure them.
 
         With r = H z - b the error is at most |r|_{A^-1} / |z|_H, since |H^-1 r|_H <= |r|_{A^-1}.
         """
         assert self._u is not None
-        data = self._u[group.start : group.stop]
-        steps = self._move(system, group, z, data)
+        u = self._u[numbers.start : numbers.stop]
+        steps = self._move(system, numbers, z, u)
         self._check_solution(z, "samples")
-        image = system.curvature(z)
-        function, decay = self.layout.dots(z, image), system.precision * self.layout.dots(z, z)
-        pull = data - image
-        pulled = self.layout.dots(pull, pull) / system.precision
-        del pull
-        target = system.prior_noise(group, self._like).add_(data)
-        residual = self.layout.add_(image, z, system.precision).sub_(target)
-        error = (self.layout.dots(residual, residual) / system.precision).sum(1) / (
-            function + decay
-        ).sum(1)
+        image = system.curvature(z)  # M z
+        function = self.layout.dots(z, image)
+        decay = system.precision * self.layout.dots(z, z)
         weight = self.layout.counts.to(z.device) - decay
+        pull = self._weighted_squares(u - image, system)
+        target = system.prior_noise(numbers, self._like).add_(u)
+        residual = self.layout.add_(image, z, system.precision).sub_(target)
+        squared_error = self._weighted_squares(residual, system).sum(1)
+        squared_length = (function + decay).sum(1)  # |z|_H^2
+        error = (squared_error / squared_length).sqrt()
         relative = (system.norm(residual) / system.norm(target)).squeeze(1)
-        return Solved(function, weight, pulled, relative, error.sqrt(), steps)
+        return Solved(function, weight, pull, relative, error, steps)
 
-    def _move(self, system: System, group: range, z: Tensor, data: Tensor) -> int:
-        """Move z [g, P] to the solutions by the solver; returns its steps."""
-        solver, noise = self.solver, system.prior_noise(group, self._like)
+    def _weighted_squares(self, vectors: Tensor, system: System) -> Tensor:
+        """|v|^2_{A^-1} of each group [k, G] for vectors v [k, P]."""
+        return self.layout.dots(vectors, vectors) / system.precision
+
+    def _move(self, system: System, numbers: range, z: Tensor, u: Tensor) -> int:
+        """Move z [g, P] to the solutions with these numbers; returns the solver's steps."""
+        solver = self.solver
+        noise = system.prior_noise(numbers, self._like)
         if isinstance(solver, ConjugateGradients):
-            target, precondition = noise.add_(data), self._preconditioner(system)
+            target = noise.add_(u)
+            precondition = self._preconditioner(system)
             return conjugate_gradients(system.product, target, z, solver, precondition, system.norm)
-        # the prior's noise too: where it is larger than the data's, gradients are
-        lengths = [system.whitened(b).norm(dim=1, keepdim=True).double() for b in (data, noise)]
+        # gradients are as long as the prior's noise where that is longer than the data's
+        lengths = [system.whitened(b).norm(dim=1, keepdim=True).double() for b in (u, noise)]
         bound = solver.clip * torch.maximum(*lengths)
-        target = noise.add_(data) if solver.noise_in == "prior" else noise
+        target = noise.add_(u) if solver.noise_in == "prior" else noise
         rate = solver.rate or RATE / system.steepest(self._like)
 
         def gradient(v: Tensor, batch: Any) -> Tensor:
-            return system.whitened_(system.gradient(v, batch, group, target, solver.noise_in))
+            estimate = system.gradient(v, batch, numbers, target, solver.noise_in)
+            return system.whitened_(estimate)
 
         return nesterov(gradient, system.steps, z, solver, rate, bound)
 
@@ -298,27 +321,35 @@ class Samples:
 
     @property
     def _samples(self) -> Tensor:
-        if self._z is None:
-            raise MarglikError("there are no samples yet; call fit(loader) first")
+        """z [k, P], in the coordinates of the system."""
+        self._check_drawn()
+        assert self._z is not None
         return self._z
 
     @property
     def _results(self) -> Solved:
-        _ = self._samples
+        """Effective dimensions and residuals of the samples."""
+        self._check_solved()
+        assert self._solved is not None
+        return self._solved
+
+    def _check_drawn(self) -> None:
+        if self._z is None:
+            raise MarglikError("there are no samples yet; call fit(loader) first")
+
+    def _check_solved(self) -> None:
+        self._check_drawn()
         if self._solved is None:
             raise MarglikError("the samples of a stored state are not complete; call refit(loader)")
-        return self._solved
 
     @property
     def weight_samples(self) -> Tensor:
-        """Samples of the weights' deviation from the mean [k, P], in the order of the network's
-        parameters.
-        """
+        """Samples of w minus its posterior mean [k, P], in the order of the model's parameters."""
         return self._samples if self.linear.scale is None else self._samples * self.linear.scale
 
     @property
     def mode(self) -> Tensor:
-        """The linear model's own mode [P], divided by the feature scales where there are any."""
+        """The linear model's mode [P], divided by the feature scales where there are any."""
         if self._mode is None:
             raise MarglikError("there is no mode yet; call fit(loader) first")
         return self._mode.theta
@@ -326,14 +357,16 @@ class Samples:
     # ---------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What `refit` starts from: the samples, the mode, the scales and the seed of their
-        noise.
-        """
+        """The samples, their mode, feature scales and seed: what `refit` starts from."""
         mode = None if self._mode is None else self._mode.theta
         return {"samples": self._z, "mode": mode, "scale": self.linear.scale, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a stored state; `refit(loader)` completes it."""
+        """Continue from a stored state; `refit(loader)` completes it.
+
+        Args:
+            state: from `state_dict`.
+        """
         z = state["samples"]
         mode = state["mode"]
         device = self._like.device
@@ -358,7 +391,7 @@ class Samples:
 
     def _check_fit(self) -> None:
         """Raise an error that names what has changed since the samples were solved for."""
-        _ = self._results
+        self._check_solved()
         known = self._fingerprint
         if known is None:
             raise MarglikError(
@@ -379,4 +412,5 @@ class Samples:
                 )
 
     def _placed(self, x: Any) -> Any:
+        """Inputs on the weights' device."""
         return map_inputs(lambda t: t.to(self._like.device), x)

@@ -1,13 +1,11 @@
-"""Solvers of H z = b for several right-hand sides, from products with H or from minibatch
-gradients.
-"""
+"""Solvers of H z = b for several b, from products with H or from minibatch gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +14,12 @@ from laplace_marglik.errors import MarglikError
 
 NoiseIn = Literal["prior", "data"]
 Product = Callable[[Tensor], Tensor]
+# for the largest eigenvalue: a step of RATE / lambda is stable even if lambda is 2.6 times too low
 POWER_ITERATIONS = 20
-PIECE = 2**16  # weights whose products are added up at once
-# times 1 / lambda_max: Nesterov's method with momentum mu is stable below 2 (1 + mu) / (1 + 2 mu) >
-# 1.3
+# weights whose products are added up at once: copies of them in float64 take little memory
+PIECE = 2**16
+# first step size times lambda_max: Nesterov's method with momentum mu is stable below
+# 2 (1 + mu) / (1 + 2 mu) > 1.3
 RATE = 0.5
 
 
@@ -28,7 +28,11 @@ class ConjugateGradients:
     """Passes over all data until every residual |b - H z| / |b| is below the tolerance.
 
     Where groups have different precisions, squares of residuals are divided by delta_l + tr(M) / P.
-    rows: of the preconditioner (0: none); it keeps as many vectors of P numbers.
+
+    Args:
+        tolerance: largest relative residual.
+        max_iterations: products with H, at most.
+        rows: root rows of the preconditioner (0: none), each a vector of P numbers in memory.
     """
 
     tolerance: float = 1e-3
@@ -43,11 +47,16 @@ class ConjugateGradients:
 class Sgd:
     """Minibatch gradients with Nesterov momentum and an average over the last steps.
 
-    rate: first step size, None for 0.5 / lambda_max by power iterations on a batch; it falls in
-    proportion to the steps taken, to `decay` times that. clip: gradients are not longer than this
-    many times the noise, |u| or |A^{1/2} n|, whichever is longer. averaging: share of the steps, at
-    the end, that are averaged; 0 takes the last. noise_in: "prior" (the objective L', of small
-    variance) or "data" (L). There is no preconditioner here: in a small test it made samples worse.
+    There is no preconditioner here: in a small test it made samples worse.
+
+    Args:
+        passes: over the data.
+        momentum: of Nesterov's method, from 0 to below 1.
+        rate: first step size; None for 0.5 / lambda_max by power iterations on a batch.
+        decay: the step size falls linearly, to this share of the first.
+        clip: longest gradient, in lengths of the noise |u| or |A^{1/2} n|, whichever is longer.
+        averaging: share of the steps, at the end, that are averaged; 0 takes the last.
+        noise_in: "prior" (the objective L', of small variance) or "data" (L); see `system`.
     """
 
     passes: int = 20
@@ -57,6 +66,7 @@ class Sgd:
     clip: float = 10.0
     averaging: float = 0.25
     noise_in: NoiseIn = "prior"
+    rows: ClassVar[int] = 0  # of a preconditioner
 
     def __post_init__(self) -> None:
         _positive(
@@ -76,20 +86,18 @@ Solver = ConjugateGradients | Sgd
 
 
 class Solved(NamedTuple):
-    """What is known of samples besides themselves: effective dimensions [k, G], residuals and
-    errors [k], steps.
-    """
+    """Effective dimensions [k, G] by k solutions, and how exact the solutions are."""
 
-    function: Tensor
-    weight: Tensor
-    pull: Tensor
-    residuals: Tensor
-    errors: Tensor
-    steps: int
+    function: Tensor  # effective dimensions in function space
+    weight: Tensor  # in weight space
+    pull: Tensor  # by the data's pull
+    residuals: Tensor  # [k], relative
+    errors: Tensor  # [k], in posterior standard deviations, at most
+    steps: int  # of the solver
 
     @staticmethod
     def all(parts: Sequence[Solved]) -> Solved:
-        """Those of several groups of samples, in their order."""
+        """Those of several portions of the samples, in their order."""
         function, weight, pull, residuals, errors, steps = zip(*parts, strict=True)
         return Solved(
             torch.cat(function),
@@ -120,16 +128,22 @@ def conjugate_gradients(
     precondition: Product | None = None,
     norm: Product | None = None,
 ) -> int:
-    """Move z [k, P] to H^-1 b, in place, from where it is; returns the number of iterations.
-    Overwrites b.
+    """Move z from where it is to H^-1 b, in place; returns the number of iterations.
 
-    norm: of residuals [k, P] -> [k, 1], for the tolerance.
+    Args:
+        product: H v of vectors v [k, P].
+        b: right-hand sides [k, P], overwritten.
+        z: the start, and then the solutions [k, P].
+        settings: tolerance and number of iterations.
+        precondition: an approximate inverse of H, of vectors [k, P].
+        norm: of residuals, [k, P] -> [k, 1], for the tolerance.
     """
     norm = norm or _norm
     target = settings.tolerance * norm(b)
     residual = b.sub_(product(z))
     preconditioned = residual if precondition is None else precondition(residual)
-    direction, inner = preconditioned.clone(), _dot(residual, preconditioned)
+    direction = preconditioned.clone()
+    inner = _dot(residual, preconditioned)
     for iteration in range(settings.max_iterations):
         if (norm(residual) <= target).all():
             return iteration
@@ -139,9 +153,10 @@ def conjugate_gradients(
         residual.addcmul_(length, image, value=-1)
         del image
         preconditioned = residual if precondition is None else precondition(residual)
-        new = _dot(residual, preconditioned)
-        direction.mul_(_ratio(new, inner).to(z.dtype)).add_(preconditioned)
-        inner = new
+        next_inner = _dot(residual, preconditioned)
+        ratio = _ratio(next_inner, inner).to(z.dtype)
+        direction.mul_(ratio).add_(preconditioned)
+        inner = next_inner
     return settings.max_iterations
 
 
@@ -153,21 +168,30 @@ def nesterov(
     rate: float,
     bound: Tensor,
 ) -> int:
-    """Move z [k, P] by minibatch gradients(z, batch), in place; returns the number of steps.
+    """Move z by minibatch gradients, in place; returns the number of steps.
 
-    bound: longest gradient [k, 1].
+    Args:
+        gradient: an estimate of H z - b [k, P], of z and a batch.
+        batches: an iterator over the data, for each pass.
+        z: the start, and then the solutions [k, P].
+        settings: passes, momentum and so on.
+        rate: first step size.
+        bound: longest gradient [k, 1].
     """
     steps = settings.passes * sum(1 for _ in batches())
     first_averaged = steps - math.ceil(settings.averaging * steps)
-    velocity, average = torch.zeros_like(z), torch.zeros_like(z) if settings.averaging else None
+    velocity = torch.zeros_like(z)
+    average = torch.zeros_like(z) if settings.averaging else None
     step = 0
     for _ in range(settings.passes):
         for batch in batches():
             g = gradient(z, batch)
-            g.mul_(_ratio(bound, _norm(g)).clamp_max(1.0).to(z.dtype))
+            clipping = _ratio(bound, _norm(g)).clamp_max(1.0)
+            g.mul_(clipping.to(z.dtype))
             velocity.mul_(settings.momentum).add_(g)
             length = rate * (1 - (1 - settings.decay) * step / steps)
-            z.sub_(g, alpha=length).sub_(velocity, alpha=length * settings.momentum)
+            z.sub_(g, alpha=length)
+            z.sub_(velocity, alpha=length * settings.momentum)
             step += 1
             if average is not None and step > first_averaged:
                 average.add_(z - average, alpha=1 / (step - first_averaged))
@@ -181,8 +205,12 @@ def nesterov(
 
 
 def largest_eigenvalue(product: Product, like: Tensor, iterations: int = POWER_ITERATIONS) -> float:
-    """The largest eigenvalue, nearly, of a positive semi-definite matrix by power iterations from a
-    fixed start.
+    """Nearly the largest eigenvalue of a PSD matrix, by power iterations from a fixed start.
+
+    Args:
+        product: the matrix times vectors [1, P].
+        like: tensor [..., P] of the vectors' length, dtype and device.
+        iterations: products.
     """
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(1, like.shape[-1], generator=generator, dtype=like.dtype).to(like.device)
@@ -196,9 +224,7 @@ def largest_eigenvalue(product: Product, like: Tensor, iterations: int = POWER_I
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products [k, 1] in float64, in pieces: a product of all weights in float64 is three
-    vectors more.
-    """
+    """Inner products [k, 1] in float64, in pieces: no copies of whole vectors in float64."""
     total = torch.zeros(len(a), 1, dtype=torch.float64, device=a.device)
     for part, other in zip(a.split(PIECE, 1), b.split(PIECE, 1), strict=True):
         total += (part * other).sum(1, keepdim=True, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """The linear systems whose solutions are posterior samples.
 
-M = J^T Lambda J summed over all data, A the prior precision (times a `factor`), H = M + A. With xi,
-n standard normal
+M = J^T Lambda J summed over all data, A the prior precision (times a `factor`), H = M + A. With
+standard normal xi and n
 
     H z = b,   b = A^{1/2} n + u,   u = J^T U xi,   Cov(b) = A + M = H,   so that z ~ N(0, H^-1),
 
@@ -13,10 +13,10 @@ the minimum of either of two objectives (Antoran et al. 2023):
 with Lambda_i eps_i = U_i xi_i, so that no inverse of Lambda is needed. They differ by a constant;
 their minibatch gradients differ in variance.
 
-Lambda is that of the network's outputs f, or the mean over deviations of them, 1/m sum_j Lambda(f +
-d_j): with d_j = J z_j of the samples themselves a fixed point is the Gaussian nearest to the linear
-model's posterior in KL(q || p), among those centred where it is, for which H = A + J^T E_q[Lambda]
-J (Opper and Archambeau 2009).
+Lambda is that of the network's outputs f, or a mean over deviations from them,
+1/m sum_j Lambda(f + d_j). With the samples' own deviations d_j = J z_j, a fixed point is the
+Gaussian q nearest to the linear model's posterior p in KL(q || p), among those with its centre: for
+it H = A + J^T E_q[Lambda] J (Opper and Archambeau 2009).
 """
 
 from __future__ import annotations
@@ -40,35 +40,49 @@ from laplace_marglik.posterior.sampled.solve import NoiseIn, largest_eigenvalue
 from laplace_marglik.prior import GaussianPrior
 
 Loader = Iterable[tuple[Any, Tensor]]
+# between the seeds of batches: larger than any number of samples, so that no two seeds are the same
+BATCH_SEEDS = 1_000_003
 
 
 class Portion(NamedTuple):
-    """A batch, or what a rank has of it: its data from number `start` on, of `total`."""
+    """A batch, or the span of it that belongs to this rank."""
 
     x: Any
     y: Tensor
     number: int  # of the batch
-    start: int
-    total: int
+    start: int  # number of the first datum in the batch
+    total: int  # data in the whole batch
+
+    @property
+    def span(self) -> slice:
+        """The data of this portion, in the whole batch."""
+        return slice(self.start, self.start + len(self.y))
 
 
 @dataclass
 class Seen:
-    """Whether all that a pass over the data has met is finite: noted batch by batch, asked once, at
-    the end.
+    """A record of which values in a pass over the data are finite, checked once at the end.
+
+    Everything stays on the device: no batch waits for a check of the one before.
     """
 
     system: System
     inputs: list[Tensor] = field(default_factory=list)
     # [n, 1] of each batch: NaN where an output is not finite
     outputs: list[Tensor] = field(default_factory=list)
-    # log p(y_i | f_i) [n]; all are 0 for other ranks' data
+    # [n, 1] of each batch: NaN where a derivative is not finite
+    derivatives: list[Tensor] = field(default_factory=list)
+    # log p(y_i | f_i) [n] of each batch; 0 for other ranks' data
     targets: list[Tensor] = field(default_factory=list)
 
-    derivatives: list[Tensor] = field(default_factory=list)  # as the outputs
-
     def add(self, batch: Portion, f: Tensor, pushed: Tensor | None = None) -> None:
-        """A batch, its outputs, and those of the linear model, less a constant."""
+        """Record a batch.
+
+        Args:
+            batch: inputs and targets.
+            f: outputs [n, ...].
+            pushed: what the linear model adds to them [n, ...].
+        """
         self.inputs.append(finite(batch.x))
         self.outputs.append(self._marks(batch, f))
         h = f.detach().double()
@@ -76,22 +90,20 @@ class Seen:
             self.derivatives.append(self._marks(batch, pushed))
             h = h + pushed.double()
         log_p = h.new_zeros(batch.total)
+        finite_h = torch.where(h.isfinite(), h, 0.0)
         with torch.no_grad():
-            own = self.system.likelihood.log_prob(torch.where(h.isfinite(), h, 0.0), batch.y)
-        log_p[batch.start : batch.start + len(f)] = own.double()
+            log_p[batch.span] = self.system.likelihood.log_prob(finite_h, batch.y).double()
         self.targets.append(log_p)
 
     def _marks(self, batch: Portion, values: Tensor) -> Tensor:
-        """NaN for a datum with values that are not finite, else 0."""
+        """Marks [n, 1] of the whole batch: NaN for a datum with values that are not finite."""
         marks = torch.zeros(batch.total, 1, dtype=torch.float64, device=values.device)
-        good = values.detach().isfinite().reshape(len(values), -1).all(1, keepdim=True)
-        marks[batch.start : batch.start + len(values)] = torch.where(good, 0.0, torch.nan).to(marks)
+        is_finite = values.detach().isfinite().reshape(len(values), -1).all(1, keepdim=True)
+        marks[batch.span] = torch.where(is_finite, 0.0, torch.nan).to(marks)
         return marks
 
     def check(self) -> None:
-        """Raise an error that names the datum, or the parameter, behind a value that is not
-        finite.
-        """
+        """Raise an error that names the datum or parameter behind a value that is not finite."""
         if not self.inputs:
             return
         model = self.system.linear.model
@@ -124,10 +136,9 @@ def check_derivatives(pushed: Tensor) -> None:
 
 @dataclass
 class System:
-    """H and b of the data in a loader, at the network's present weights and the prior's present
-    precision.
+    """H and b of the data in a loader, at the present weights and the prior's present precision.
 
-    ranks: each takes its part of every batch, and what is a sum over data is added up.
+    With ranks, each takes a span of every batch, and sums over data are added up over ranks.
     """
 
     linear: Linearised
@@ -151,6 +162,7 @@ class System:
 
     @property
     def layout(self) -> Layout:
+        """The places of weights and groups in a flat vector."""
         return self.linear.layout
 
     @property
@@ -160,64 +172,72 @@ class System:
 
     @property
     def curvature_scale(self) -> float:
+        """The factor between the likelihood's `hessian` and Lambda."""
         return self.likelihood.curvature_scale().item()
 
     @property
     def stiffness(self) -> Tensor:
-        """delta_l + m of each group, m the mean curvature of a weight, over the least of them [G].
+        """delta_l + m of each group over the least of them [G], m the mean curvature of a weight.
 
-        1 where all precisions are the same. H over it is as well conditioned as H without its
-        stiffest groups.
+        It is 1 where all precisions are the same. H divided by it is as well conditioned as H
+        without its stiffest groups.
         """
         stiffness = self.precision + self.curvature_per_weight
-        return stiffness / stiffness[self.layout.counts.to(stiffness.device) > 0].min()
+        has_weights = self.layout.counts.to(stiffness.device) > 0
+        return stiffness / stiffness[has_weights].min()
 
     def whitened_(self, vectors: Tensor) -> Tensor:
-        """Vectors [k, P] over the stiffness of their groups, in place."""
+        """Divide vectors [k, P] by the stiffness of their groups, in place."""
         stiffness = self.stiffness
         return vectors if (stiffness == 1).all() else self.layout.divided_(vectors, stiffness)
 
     def whitened(self, vectors: Tensor) -> Tensor:
-        """The same, as a copy."""
+        """Vectors [k, P] divided by the stiffness of their groups."""
         return self.whitened_(vectors.clone())
 
     def norm(self, vectors: Tensor) -> Tensor:
-        """Lengths [k, 1] of residuals, their squares over the stiffness: so that a stiff group
-        hides no other.
+        """Lengths [k, 1] of residuals [k, P], squares divided by stiffness.
+
+        So a stiff group, with large entries, does not hide the residuals of others.
         """
-        return (self.layout.dots(vectors, vectors) / self.stiffness).sum(1, keepdim=True).sqrt()
+        squares = self.layout.dots(vectors, vectors) / self.stiffness
+        return squares.sum(1, keepdim=True).sqrt()
 
     def at(self, factor: float) -> System:
         """The same system with the prior precision times `factor`."""
         return replace(self, factor=factor)
 
     def batches(self) -> Iterator[Portion]:
-        """All batches, or this rank's part of each, if it has any."""
+        """All batches, or this rank's span of each, without empty ones."""
         return (batch for batch in self.steps() if len(batch.y))
 
     def steps(self) -> Iterator[Portion]:
-        """The same, empty parts included: every rank takes a step for every batch."""
+        """All batches, or this rank's span of each: as many on every rank, some empty."""
         for batch in self.whole_batches():
             if self.ranks is None:
                 yield batch
             else:
-                own = self.ranks.spans(batch.total)[self.ranks.rank]
-                x = taken(batch.x, own)
-                yield batch._replace(x=x, y=batch.y[own], start=own.start)
+                span = self.ranks.spans(batch.total)[self.ranks.rank]
+                x = taken(batch.x, span)
+                yield batch._replace(x=x, y=batch.y[span], start=span.start)
 
     def whole_batches(self) -> Iterator[Portion]:
         """All batches, on every rank."""
         device = next(self.linear.model.parameters()).device
         for number, (x, y) in enumerate(pairs(self.loader)):
-            yield Portion(
-                map_inputs(lambda t: t.to(device), x), targets(y).to(device), number, 0, len(y)
-            )
+            x = map_inputs(lambda t: t.to(device), x)
+            yield Portion(x, targets(y).to(device), number, start=0, total=len(y))
 
-    def over_ranks_(self, own: Tensor, step: str) -> Tensor:
-        """A sum over own data, made one over all data."""
+    def over_ranks_(self, values: Tensor, step: str) -> Tensor:
+        """Add up sums over this rank's data to sums over all data, in place.
+
+        Args:
+            values: what to add up.
+            step: its name, for the error of a rank that is somewhere else.
+        """
         if self.ranks is not None:
-            self.ranks.sum_([own], step)
-        return own
+            self.ranks.sum_([values], step)
+        return values
 
     # ------------------------------------------------------------------------------------- products
 
@@ -226,18 +246,28 @@ class System:
         out: Tensor,
         z: Tensor,
         batch: Portion,
-        weight: float = 1.0,
+        factor: float = 1.0,
         outputs: Tensor | None = None,
     ) -> None:
-        """out += weight M z of a batch; outputs: where the curvature is, if given."""
+        """out [k, P] += factor M z of a batch, in place.
+
+        Args:
+            out: k vectors to add to [k, P].
+            z: k vectors [k, P].
+            batch: over which M is a sum.
+            factor: of what is added.
+            outputs: [n, ...] at which Lambda is taken; None for those of the system.
+        """
         f, pushed = self.linear.jvp(batch.x, z)
         points = self._points(f, batch) if outputs is None else [outputs]
         cotangents = self._curved(points, batch.y, pushed)
-        self.linear.vjp_(batch.x, lambda _: cotangents, out, weight)
+        self.linear.vjp_(batch.x, lambda _: cotangents, out, factor)
 
     def _points(self, f: Tensor, batch: Portion) -> list[Tensor]:
         """The outputs over which a batch's curvature is averaged."""
-        return [f] if self.deviations is None else [f + d for d in self.deviations[batch.number]]
+        if self.deviations is None:
+            return [f]
+        return [f + d for d in self.deviations[batch.number]]
 
     def _curved(self, points: list[Tensor], y: Tensor, pushed: Tensor) -> Tensor:
         """Lambda pushed [k, n, ...]."""
@@ -247,41 +277,49 @@ class System:
         return self.curvature_scale / len(points) * total
 
     def curvature(self, z: Tensor, outputs: list[Tensor] | None = None) -> Tensor:
-        """M z [k, P] over all data; `outputs`: of each batch, where the curvature is not at the
-        network's own.
+        """M z [k, P] over all data.
+
+        Args:
+            z: k vectors [k, P].
+            outputs: [n, ...] of each batch at which Lambda is taken; None for those of the system.
         """
         out = torch.zeros_like(z)
         for number, batch in enumerate(self.batches()):
-            self.add_curvature_(out, z, batch, outputs=None if outputs is None else outputs[number])
+            point = None if outputs is None else outputs[number]
+            self.add_curvature_(out, z, batch, outputs=point)
         return self.over_ranks_(out, "product with the curvature")
 
     def product(self, z: Tensor, outputs: list[Tensor] | None = None) -> Tensor:
-        """H z [k, P] over all data."""
+        """H z [k, P] over all data.
+
+        Args:
+            z: k vectors [k, P].
+            outputs: as in `curvature`.
+        """
         return self.layout.add_(self.curvature(z, outputs), z, self.precision)
 
     def steepest(self, like: Tensor) -> float:
-        """The largest eigenvalue of the whitened H of the first batch: what limits a minibatch
-        step.
-        """
+        """The largest eigenvalue of the whitened H of the first batch, which limits a step."""
         batch = next(self.steps())
 
         def product(v: Tensor) -> Tensor:
             out = torch.zeros_like(v)
             if len(batch.y):
                 self.add_curvature_(out, v, batch, self.n_data / batch.total)
-            out = self.layout.add_(self.over_ranks_(out, "steepest curvature"), v, self.precision)
+            self.over_ranks_(out, "steepest curvature")
+            self.layout.add_(out, v, self.precision)
             return self.whitened_(out)
 
         return largest_eigenvalue(product, like.expand(self.layout.size))
 
     def pushed(self, z: Tensor) -> dict[int, Tensor]:
-        """J z [k, n, ...] of own data, by the number of their batch: one pass."""
+        """J z [k, n, ...] of this rank's data, by the number of their batch; one pass."""
         return {batch.number: self.linear.jvp(batch.x, z)[1] for batch in self.batches()}
 
     # ---------------------------------------------------------------------------------------- noise
 
     def data_noise(self, like: Tensor) -> Tensor:
-        """u [k, P]: one pass over the data."""
+        """The data's noise u [k, P]; one pass, which refuses data that are not finite."""
         u = torch.zeros(self.samples, self.layout.size).to(like)
         count = 0
         seen = Seen(self)
@@ -307,40 +345,45 @@ class System:
         M_jj = sum over batches of E [J_b^T U xi]_j^2, since the noise of different data is
         independent.
         """
-        found = torch.zeros(self.layout.size).to(like)
-        own = found.new_empty(self.samples, self.layout.size)
+        diagonal = torch.zeros(self.layout.size).to(like)
+        noise = diagonal.new_empty(self.samples, self.layout.size)
         for batch in self.steps():
-            own.zero_()
+            noise.zero_()
             if len(batch.y):
-                self.linear.vjp_(batch.x, partial(self._root_noise, batch), own)
-            found += self.over_ranks_(own, "diagonal of the curvature").square_().mean(0)
-        return found
+                self.linear.vjp_(batch.x, partial(self._root_noise, batch), noise)
+            self.over_ranks_(noise, "diagonal of the curvature")
+            diagonal += noise.square_().mean(0)
+        return diagonal
 
     def _root_noise(self, batch: Portion, f: Tensor) -> Tensor:
-        """U xi [k, n, ...] of a batch with outputs f: noise of covariance Lambda, whoever has the
-        datum.
+        """U xi [k, n, ...] of a batch with outputs f, noise of covariance Lambda.
+
+        It is drawn for the whole batch, so that a datum has the same noise on whichever rank.
         """
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (batch.number + 1))
-        points, noise = self._points(f, batch), torch.zeros(self.samples, *f.shape).to(f)
+        seed = self.seed + BATCH_SEEDS * (batch.number + 1)
+        generator = torch.Generator().manual_seed(seed)
+        points = self._points(f, batch)
+        noise = torch.zeros(self.samples, *f.shape).to(f)
+        shape = (self.samples, batch.total, *f.shape[1:])
         for point in points:
-            xi = torch.randn(
-                self.samples, batch.total, *f.shape[1:], generator=generator, dtype=f.dtype
-            )
-            xi = xi[:, batch.start : batch.start + len(f)].to(f.device)
+            xi = torch.randn(shape, generator=generator, dtype=f.dtype)
+            xi = xi[:, batch.span].to(f.device)
             noise += self.likelihood.root_product(point, batch.y, xi)
         return (self.curvature_scale / len(points)) ** 0.5 * noise
 
     def prior_noise(self, samples: Iterable[int], like: Tensor) -> Tensor:
-        """A^{1/2} n of the samples with these numbers, made anew from their seeds rather than
-        kept.
+        """A^{1/2} n [g, P], drawn from the samples' seeds every time, which needs no memory.
+
+        Args:
+            samples: numbers of g samples.
+            like: tensor of the noise's dtype and device.
         """
-        rows = []
+        draws = []
         for j in samples:
             generator = torch.Generator().manual_seed(self.seed + j)
-            rows.append(
-                torch.randn(self.layout.size, generator=generator, dtype=like.dtype).to(like.device)
-            )
-        noise = torch.stack(rows)
+            n = torch.randn(self.layout.size, generator=generator, dtype=like.dtype)
+            draws.append(n.to(like.device))
+        noise = torch.stack(draws)
         return self.layout.divided_(noise, self.precision.rsqrt())
 
     # ------------------------------------------------------------------------------------ gradients
@@ -350,16 +393,22 @@ class System:
     ) -> Tensor:
         """An unbiased estimate [g, P] of H z - b from one batch, for some of the samples.
 
-        target: b, or A^{1/2} n where the noise is in the data; then the loader must give the same
-        batches in every pass.
+        Args:
+            z: g vectors [g, P].
+            batch: the data of the estimate.
+            samples: numbers of the g samples.
+            target: b [g, P], or A^{1/2} n where the noise is in the data; then the loader must give
+                the same batches in every pass.
+            noise_in: "prior" (L') or "data" (L).
         """
-        out, weight = torch.zeros_like(z), self.n_data / batch.total
+        out = torch.zeros_like(z)
+        factor = self.n_data / batch.total
         if len(batch.y) and noise_in == "prior":
-            self.add_curvature_(out, z, batch, weight)
+            self.add_curvature_(out, z, batch, factor)
         elif len(batch.y):
             f, pushed = self.linear.jvp(batch.x, z)
             noise = self._root_noise(batch, f)[samples.start : samples.stop]
             cotangents = self._curved(self._points(f, batch), batch.y, pushed) - noise
-            self.linear.vjp_(batch.x, lambda _: cotangents, out, weight)
+            self.linear.vjp_(batch.x, lambda _: cotangents, out, factor)
         self.over_ranks_(out, "gradient of the samples")
         return self.layout.add_(out, z, self.precision).sub_(target)
