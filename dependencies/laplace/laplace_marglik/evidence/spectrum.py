@@ -2,8 +2,8 @@
 
     log|I + V V^T / delta| = sum_j log(1 + lambda_j / delta)
 
-with the eigenvalues lambda of the block's curvature; of a conditioned block, m times that of all its
-rows and 1 - m times that of its inducing rows.
+with the eigenvalues lambda of the block's curvature; of a conditioned block, m times that of all
+rows and 1 - m times that of the inducing ones.
 """
 
 from __future__ import annotations
