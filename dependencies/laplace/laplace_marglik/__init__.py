@@ -7,6 +7,7 @@ from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_marglik.evidence.spectrum import SpectralMarginalLikelihood, Spectrum
 from laplace_marglik.inducing import InducingPartition
+from laplace_marglik.learner import EvidenceLearner
 from laplace_marglik.likelihood import (
     Bernoulli,
     Categorical,
@@ -37,6 +38,7 @@ __all__ = [
     "DiagonalLaplace",
     "DiagonalLikelihood",
     "Evidence",
+    "EvidenceLearner",
     "FixedPosterior",
     "FromLogProb",
     "Gaussian",

@@ -80,7 +80,7 @@ def examples_of(data: Any, collate_fn: Callable[[list], Any] | None = None) -> E
     return DatasetExamples(data, collate_fn)
 
 
-class Batches:
+class Batches(Sequence[tuple[Any, Tensor]]):
     """All examples in batches, the same ones in the same order every time they are read."""
 
     def __init__(self, examples: Examples, batches: Iterable[Tensor]):
@@ -90,7 +90,7 @@ class Batches:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, number: int) -> tuple[Any, Tensor]:
+    def __getitem__(self, number: int) -> tuple[Any, Tensor]:  # type: ignore[override]
         return self.examples.take(self.batches[number])
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
@@ -103,7 +103,6 @@ def in_order(examples: Examples, size: int) -> Batches:
 
 
 def dealt(examples: Examples, size: int, generator: torch.Generator) -> Batches:
-    """All examples in random batches of at most `size` whose sizes differ by at most one."""
-    n = len(examples)
-    order = torch.randperm(n, generator=generator)
-    return Batches(examples, order.tensor_split(-(-n // size)))
+    """All examples dealt at random into batches of at most `size`."""
+    order = torch.randperm(len(examples), generator=generator)
+    return Batches(examples, order.split(size))

@@ -81,7 +81,7 @@ class InducingPartition:
         return self.n_data * self.n_columns
 
     @property
-    def weight(self) -> float:
+    def sample_weight(self) -> float:
         """m: how often the rows of a block that are not inducing count."""
         return (self.n_rows - self.n_inducing) / (self.rows - self.n_inducing)
 
@@ -98,7 +98,7 @@ class InducingPartition:
         return Block(
             index=index,
             columns=columns[:, None],
-            n_data_blocks=self.weight,
+            n_data_blocks=self.sample_weight,
             n_column_blocks=1,
             n_data=self.n_data,
             n_outputs=self.n_outputs,
@@ -107,20 +107,24 @@ class InducingPartition:
             n_columns=self.n_columns,
         )
 
-    def update(self, block: Block, evidence: Evidence) -> None:
+    def update(self, block: Block, evidence: Evidence | None) -> None:
         """Choose the next inducing rows among those of a block that was evaluated.
 
         Args:
             block: from `sample()`.
-            evidence: of that block.
+            evidence: of that block; of several ranks, that of the first decides for all.
         """
-        order = evidence.pivots[: self.n_inducing].cpu()
-        data, columns = block.numbered_rows()[order].unbind(1)
-        chosen = data * self.n_columns + columns
-        if self.ranks is not None:
-            own = chosen
-            chosen = self.ranks.from_first(lambda: own, "choice of inducing rows")
-        self._inducing = chosen
+
+        def chosen() -> Tensor:
+            assert evidence is not None
+            order = evidence.pivots[: self.n_inducing].cpu()
+            data, columns = block.numbered_rows()[order].unbind(1)
+            return data * self.n_columns + columns
+
+        if self.ranks is None:
+            self._inducing = chosen()
+        else:
+            self._inducing = self.ranks.from_first(chosen, "choice of inducing rows")
 
     def state_dict(self) -> dict[str, Any]:
         """What determines all later blocks."""

@@ -143,6 +143,11 @@ class Partition:
     def __len__(self) -> int:
         return len(self._data) * self.n_column_blocks
 
+    @property
+    def sample_weight(self) -> float:
+        """How often the log-determinant of a block counts."""
+        return len(self)
+
     def __getitem__(self, position: int) -> Block:
         if not 0 <= position < len(self):
             raise IndexError(f"block {position} of {len(self)}")

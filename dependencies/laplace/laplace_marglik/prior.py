@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from asdl_marglik import Groups, matches, trainable
-from laplace_marglik.checks import LARGEST_LOG
+from laplace_marglik.checks import LARGEST_LOG, positive_integer
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.variational.covariance import LowRankCovariance
 
@@ -130,6 +130,58 @@ class GaussianPrior(nn.Module):
             f"(NaN or beyond {LARGEST_LOG:g}), which overflows; learn the prior with a smaller "
             "step, or limit it"
         )
+
+    def weight_decay(
+        self, n_data: int, model: nn.Module | None = None
+    ) -> dict[str, float] | list[dict[str, Any]]:
+        """What was learned as the `weight_decay` of a plain SGD or AdamW: precision / N.
+
+        Args:
+            n_data: size N of the training set; the loss is a mean over data.
+            model: if given, parameter groups of its weights for a torch optimiser, instead of the
+                decay of each weight by name.
+        """
+        n_data = positive_integer("n_data", n_data)
+        decays = {}
+        for name, precision in self.precisions().items():
+            if precision.numel() > 1:
+                raise MarglikError(
+                    f"{name!r} has a precision for each of its elements, which no weight_decay of "
+                    "an optimiser can express; use a scalar or layerwise prior"
+                )
+            mean = self.mean_of(name)
+            if bool(torch.as_tensor(mean).any()):
+                raise MarglikError(
+                    f"the prior mean of {name!r} is not zero, and weight decay pulls to zero; "
+                    "use EvidenceLearner.attach, which pulls to the mean"
+                )
+            decays[name] = precision.item() / n_data
+        if model is None:
+            return decays
+        weights = dict(model.named_parameters())
+        groups: dict[float, list[Tensor]] = {}
+        for name, decay in decays.items():
+            groups.setdefault(decay, []).append(weights[name])
+        return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
+
+    @torch.no_grad()
+    def add_gradient_(self, weights: Mapping[str, Tensor], n_data: int) -> None:
+        """Add that of penalty / 2N, precision * (w - mean) / N, to the gradients that are there.
+
+        Args:
+            weights: tensors by parameter name; those without a gradient are left alone.
+            n_data: size N of the training set.
+        """
+        present = {name: w for name, w in weights.items() if w.grad is not None}
+        precision = self.log_precision.exp() / n_data
+        for name, deviation in self.deviations(present).items():
+            group = self.groups[name]
+            scale = precision[group].to(deviation.dtype)
+            if not isinstance(group, int):
+                scale = scale.view_as(deviation)
+            gradient = present[name].grad
+            assert gradient is not None
+            gradient.add_(scale * deviation)
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """w - mean of each weight.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.evidence.row_kernel import RowKernel
+from laplace_marglik.evidence.row_kernel import KnownSides, RowKernel
 
 Status = Literal["exact", "bound", "approximation"]
 _STATUSES = ("exact", "bound", "approximation")  # from the strongest to the weakest
@@ -47,7 +47,7 @@ class Evidence:
     standard_error: float | None = None
     interval: tuple[float, float] | None = None
     n_data: int | None = None
-    row_kernel: RowKernel | None = field(default=None, repr=False, compare=False)
+    row_kernel: RowKernel | KnownSides | None = field(default=None, repr=False, compare=False)
 
     @property
     def total(self) -> Tensor:
@@ -128,7 +128,8 @@ def _interval(
     kernels = [e.row_kernel for e in evidences if e.row_kernel is not None]
     if error is None or len(kernels) < max(FEWEST_BLOCKS, len(evidences)):
         return None
-    if not all(kernel.two_sided and kernel.same_inducing(kernels[0]) for kernel in kernels):
+    same = all(torch.equal(kernel.inducing, kernels[0].inducing) for kernel in kernels)
+    if not same or not all(kernel.two_sided for kernel in kernels):
         return None
     upper = torch.stack([e.log_det_ratio.detach() for e in evidences]).mean()
     lower = torch.stack([kernel.lower_sides() for kernel in kernels]).mean(0).max()

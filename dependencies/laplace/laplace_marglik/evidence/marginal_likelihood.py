@@ -62,6 +62,7 @@ from laplace_marglik.evidence.rows import (
     checked_columns,
     cotangents_per_datum,
     draw_columns,
+    n_root_columns,
     rows_for,
 )
 from laplace_marglik.likelihood import Likelihood, likelihood_for
@@ -190,7 +191,27 @@ class MarginalLikelihood:
         self.prior.check(weights, self._hyper_in_network)
         return weights
 
+    @property
+    def forward_hyperparameters(self) -> list[nn.Parameter]:
+        """Those that move outputs or rows, so that every step in them takes new passes."""
+        modules = [] if self.augment is None else [self.augment]
+        parameters = [p for module in modules for p in module.parameters()]
+        parameters += self._hyper_in_network.values()
+        parameters += self.likelihood.root_parameters()
+        return [p for p in dict.fromkeys(parameters) if p.requires_grad]
+
     # ----------------------------------------------------------------------------------- objectives
+
+    def data_loss(self, f: Tensor, y: Tensor) -> Tensor:
+        """The mean of -log p(y|f) / tau, without weight decay; detached from all hyperparameters.
+
+        Args:
+            f: outputs [n, ...].
+            y: targets [n, ...].
+        """
+        y = checks.targets(y)
+        with self.likelihood.constant():
+            return -self.likelihood.tempered_log_prob(f, y).mean()
 
     def map_loss(self, x: Any, y: Tensor) -> Tensor:
         """Loss for the weights, per datum: -log p / tau + penalty / (2 N).
@@ -201,11 +222,8 @@ class MarginalLikelihood:
             x: inputs [n, ...].
             y: targets [n, ...].
         """
-        f, y = self.outputs_of(x), checks.targets(y)
-        scale = self.likelihood.inverse_temperature.detach()
-        with self.likelihood.constant():
-            data = -(self.likelihood.log_prob(f, y).mean() * scale.to(f.dtype))
-        return data + self.prior.penalty(self.weights) / (2 * self.n_data)
+        decay = self.prior.penalty(self.weights) / (2 * self.n_data)
+        return self.data_loss(self.outputs_of(x), y) + decay
 
     def outputs_of(self, x: Any, *, seed: int | None = None) -> Tensor:
         """Outputs averaged over augmented copies, in the model's current mode.
@@ -298,7 +316,7 @@ class MarginalLikelihood:
 
     def _laid_out(self, x: Any, n: int | None = None) -> tuple[Plan, list[Term], Arrangement]:
         with ONE_AT_A_TIME:  # as every estimate: parameters are replaced while a plan is verified
-            plan = self._planned(self._placed(x))
+            plan = self._planned(self.placed(x))
             n = n or len(tensors_of(x)[0])
             k = self._k(plan)
             data = BlockData(list, n, k, self._copies(x), self._rows(plan, k))
@@ -374,7 +392,7 @@ class MarginalLikelihood:
 
     @property
     def _budget(self) -> Budget:
-        return Budget(self.memory_budget, self.chunk, next(iter(self.model.parameters())).device)
+        return Budget(self.memory_budget, self.chunk, self.device)
 
     def _copies(self, x: Any) -> int:
         """Augmented copies A of each datum."""
@@ -414,8 +432,8 @@ class MarginalLikelihood:
 
     def _checked_data(self, x: Any, y: Tensor) -> tuple[Any, Tensor]:
         """Inputs and targets where the model is, as many of each, and no more than there are."""
-        x = self._placed(x)
-        y = self._placed(checks.targets(y))
+        x = self.placed(x)
+        y = self.placed(checks.targets(y))
         n = len(y)
         if n == 0 or any(len(t) != n for t in tensors_of(x)):
             lengths = [len(t) for t in tensors_of(x)]
@@ -494,26 +512,13 @@ class MarginalLikelihood:
                 "none for single outputs of this likelihood; use root='eigen', 'fisher' or "
                 "'symmetric'"
             )
-        if block.n_columns not in (None, c, self.root_rank(root)):
+        possible = n_root_columns(self.likelihood, plan.output_shape, root)
+        if block.n_columns not in (None, c, possible):
             raise MarglikError(
                 f"the block's rows are drawn from {block.n_columns} root columns, but the "
-                f"{root} root of {c} outputs has {self.root_rank(root) or c} that are not zero"
+                f"{root} root of {c} outputs has {possible} that may differ from zero"
             )
         return root
-
-    def root_rank(self, root: Root | None = None) -> int | None:
-        """Root columns that are not zero, where the others come last; None before the first use.
-
-        Args:
-            root: which root; None for that of conditioned blocks.
-        """
-        if self._plan is None:
-            return None
-        shape = self._plan.output_shape
-        contrasts = self.likelihood.contrasts(shape) if len(shape) == 1 else None
-        if contrasts is None or (root or self.root or "eigen") != "eigen":
-            return shape.numel()
-        return len(contrasts)
 
     def _all_data(
         self, loader: Iterable[tuple[Any, Tensor]], *, reuse: bool = False
@@ -527,7 +532,7 @@ class MarginalLikelihood:
             raise MarglikError(
                 "the loader is empty; it must yield (x, y) batches of all n_data data points"
             )
-        plan = self._planned(self._placed(first[0]))
+        plan = self._planned(self.placed(first[0]))
         c, k = plan.output_shape.numel(), self._k(plan)
         seed = self._seed()
 
@@ -535,7 +540,7 @@ class MarginalLikelihood:
             generator = torch.Generator().manual_seed(seed)  # the same columns in both passes
             shared = None if self.columns == "iid" else draw_columns(1, c, k, False, generator)
             for x, y in checks.pairs(loader):
-                y = self._placed(checks.targets(y))
+                y = self.placed(checks.targets(y))
                 own = (
                     draw_columns(len(y), c, k, True, generator)
                     if shared is None
@@ -543,9 +548,9 @@ class MarginalLikelihood:
                 )
                 if any(len(t) != len(y) for t in tensors_of(x)):
                     raise MarglikError("expected as many inputs as targets in every batch")
-                yield self._placed(x), y, own.to(y.device)
+                yield self.placed(x), y, own.to(y.device)
 
-        copies = self._copies(self._placed(first[0]))
+        copies = self._copies(self.placed(first[0]))
         data = BlockData(batches, self.n_data, k, copies, self._rows(plan, k))
         return self._prepared(plan, self._passes(plan, data, reuse), k, 1, c / k)
 
@@ -727,9 +732,18 @@ class MarginalLikelihood:
     def _seed(self) -> int:
         return int(torch.randint(2**31, (), generator=self.generator))
 
-    def _placed(self, x: Any) -> Any:
-        device = next(iter(self.model.parameters())).device
-        return map_inputs(lambda t: checks.ordinary(t).to(device), x)
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(iter(self.model.parameters())).device
+
+    def placed(self, x: Any) -> Any:
+        """Inputs where the model is.
+
+        Args:
+            x: a tensor, or a mapping of tensors.
+        """
+        return map_inputs(lambda t: checks.ordinary(t).to(self.device), x)
 
 
 def _one_batch(x: Any, y: Tensor, columns: Tensor) -> Callable[[], Iterable[Batch]]:

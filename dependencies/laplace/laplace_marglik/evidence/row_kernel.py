@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asdl_marglik import Conditioning, pivot_order
+from laplace_marglik.errors import MarglikError
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,29 @@ class RowKernel:
         by_trace = log_pivots[:u].sum() + torch.log1p(m * trace.clamp_min(0))
         return torch.stack([by_trace, log_pivots.sum()])
 
-    def same_inducing(self, other: RowKernel) -> bool:
-        """Whether two blocks are conditioned on the same rows."""
-        return torch.equal(self.inducing, other.inducing)
+
+@dataclass(frozen=True)
+class KnownSides:
+    """What an interval needs of a block that another process has evaluated.
+
+    Args:
+        sides: as `RowKernel.lower_sides` gives them [2].
+        inducing: (number of the datum, column) of each inducing row [u, 2].
+        two_sided: as in a `RowKernel`.
+    """
+
+    sides: Tensor
+    inducing: Tensor
+    two_sided: bool
+
+    def lower_sides(self) -> Tensor:
+        """The two numbers."""
+        return self.sides
+
+    def settled(self) -> KnownSides:
+        """Itself."""
+        return self
+
+    def pivots(self) -> Tensor:
+        """Refused: the kernel is in another process."""
+        raise MarglikError("the kernel of these rows is in another process; ask that for pivots")

@@ -102,6 +102,18 @@ def rows_for(
     return RootColumns(likelihood, shape, root)
 
 
+def n_root_columns(likelihood: Likelihood, shape: torch.Size, root: Root) -> int:
+    """Columns of a root that may differ from zero; the others come last.
+
+    Args:
+        likelihood: whose root.
+        shape: of one datum's outputs.
+        root: which root; only the eigen root has its zero columns last.
+    """
+    contrasts = likelihood.contrasts(shape) if root == "eigen" and len(shape) == 1 else None
+    return shape.numel() if contrasts is None else len(contrasts)
+
+
 def cotangents_per_datum(rows: Rows, k: int) -> int:
     """Backward passes per datum for k root columns."""
     return len(rows.directions) if isinstance(rows, Contrasts) else k

@@ -1,0 +1,492 @@
+"""Hyperparameters learned by the evidence, in somebody's own training loop.
+
+Three things enter a loop: the learned weight decay in every step of the weights (`attach`), a round
+of hyperparameter steps now and then (`round`), and a state for its checkpoints.
+
+    learner = EvidenceLearner(ml, train_set, rows=200, total_rounds=epochs)
+    learner.attach(optimizer)
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            ml.data_loss(model(x), y).backward()
+            optimizer.step()
+        learner.round()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asdl_marglik import STRUCTURES, Ranks, evaluating, matches
+from laplace_marglik import checks
+from laplace_marglik.errors import MarglikError
+from laplace_marglik.evidence.by_blocks import evidence_by_blocks
+from laplace_marglik.evidence.evidence import Evidence
+from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
+from laplace_marglik.evidence.on_blocks import DrawnBlock, OnBlocks
+from laplace_marglik.evidence.rows import n_root_columns
+from laplace_marglik.examples import Batches, dealt, examples_of, in_order
+from laplace_marglik.inducing import InducingPartition
+from laplace_marglik.partition import Partition
+from laplace_marglik.schedule import cosine, is_due, set_rate
+
+# data points of the log-likelihood for each row, and at least, where hyperparameters move outputs:
+# their gradient is that of the log-likelihood, which few rows know badly
+DATA_PER_ROW = 4
+FEWEST_DATA = 250
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happened in a round of hyperparameter steps.
+
+    Args:
+        evidence: the mean over its steps, each at the hyperparameters of that step.
+        steps: how many there were.
+        seconds: that they took.
+    """
+
+    evidence: Evidence
+    steps: int
+    seconds: float
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Of the evidence, if all steps saw the same inducing rows; else ask `measure`."""
+        return self.evidence.interval
+
+
+class EvidenceLearner:
+    """Learns all hyperparameters of a marginal likelihood beside the training of the weights.
+
+    Args:
+        ml: the marginal likelihood.
+        data: the training set: a pair (x, y) of tensors or any map-style data set of pairs.
+        rows: of a block: rows if it is conditioned, else data points; None for all data.
+        inducing: fraction of the rows that are inducing rows; 0 for independent blocks of data
+            points with `ml.outputs` root columns each.
+        steps: of prior, noise and temperature in a round.
+        lr: their learning rate (Adam) at the start.
+        lr_min: and at the end of `total_rounds`; None for a tenth.
+        augment_steps: steps in a round of hyperparameters that move outputs (augmentation, inside
+            the network); None for as many.
+        lr_augment: their learning rate at the start.
+        lr_augment_min: and at the end; None for a tenth.
+        steps_per_block: steps taken on one block, whose curvature is then computed once.
+        blocks_per_step: blocks over which a step is averaged.
+        likelihood_batch: data points of the log-likelihood of each block; None for those of the
+            block, or more where hyperparameters move outputs and blocks are conditioned.
+        burn_in: calls of `round` before the first steps.
+        every: calls of `round` from steps to steps.
+        total_rounds: calls of `round` in all, over which rates fall along a cosine; None for
+            constant rates.
+        augment_block: with all data in the block, data points of each gradient of the augmentation;
+            0 for all.
+        batch_size: data points read at a time, with all data in the block.
+        partition: blocks of another kind, as a `ClassPartition`.
+        collate_fn: as in a DataLoader.
+        ranks: processes that take blocks in turn; not needed where they share blocks (`ml.ranks`).
+    """
+
+    def __init__(
+        self,
+        ml: MarginalLikelihood,
+        data: Any,
+        *,
+        rows: int | None = 500,
+        inducing: float = 0.5,
+        steps: int = 10,
+        lr: float = 0.1,
+        lr_min: float | None = None,
+        augment_steps: int | None = None,
+        lr_augment: float = 0.05,
+        lr_augment_min: float | None = None,
+        steps_per_block: int = 1,
+        blocks_per_step: int = 1,
+        likelihood_batch: int | None = None,
+        burn_in: int = 0,
+        every: int = 1,
+        total_rounds: int | None = None,
+        augment_block: int = 0,
+        batch_size: int = 500,
+        partition: Partition | InducingPartition | None = None,
+        collate_fn: Callable[[list], Any] | None = None,
+        ranks: Ranks | None = None,
+    ):
+        for name, count in (
+            ("steps_per_block", steps_per_block),
+            ("blocks_per_step", blocks_per_step),
+            ("every", every),
+            ("batch_size", batch_size),
+        ):
+            checks.positive_integer(name, count)
+        self.ml = ml
+        self.examples = examples_of(data, collate_fn)
+        if len(self.examples) != ml.n_data:
+            raise MarglikError(
+                f"the data set has {len(self.examples)} examples, but n_data={ml.n_data}"
+            )
+        self.full_batch = partition is None and rows is None
+        self.augment_block = augment_block
+        self.batch_size = batch_size
+        self.steps_per_block = steps_per_block
+        self.blocks_per_step = blocks_per_step
+        self.burn_in = burn_in
+        self.every = every
+        self.total_rounds = total_rounds
+        self.ranks = ranks
+        self.partition = partition or self._partition(rows, inducing)
+        self.on_blocks = OnBlocks(
+            ml,
+            self.examples,
+            self.partition,
+            None if ml.ranks is not None else ranks,
+            self._likelihood_batch(likelihood_batch),
+        )
+        forward = ml.forward_hyperparameters
+        scales = [p for p in ml.hyperparameters() if all(p is not q for q in forward)]
+        if augment_steps is None:
+            augment_steps = steps
+        self._moves = [
+            _Moves.of(scales, steps, lr, lr_min),
+            _Moves.of(forward, augment_steps, lr_augment, lr_augment_min),
+        ]
+        self.calls = 0
+        self._hooks: dict[int, Any] = {}  # of attached optimisers
+
+    def _partition(self, rows: int | None, inducing: float) -> Partition | InducingPartition:
+        ml = self.ml
+        shape = self._output_shape()
+        c = shape.numel()
+        if rows is None or inducing == 0:
+            return Partition(
+                ml.n_data, c, rows, ml.outputs, columns=ml.columns, generator=ml.generator
+            )
+        if STRUCTURES[ml.structure].additive:
+            raise MarglikError(
+                f"{ml.structure} curvature has no rows to condition on; use inducing=0, or "
+                "structure='ntk', 'full' or 'blockdiag'"
+            )
+        columns = n_root_columns(ml.likelihood, shape, ml.root or "eigen")
+        return InducingPartition(
+            ml.n_data,
+            c,
+            rows,
+            inducing,
+            n_columns=columns,
+            generator=ml.generator,
+            ranks=self.ranks or ml.ranks,
+        )
+
+    def _output_shape(self) -> torch.Size:
+        """Of one datum's outputs."""
+        x, _ = self.examples.take(torch.arange(1))
+        with torch.no_grad(), evaluating(self.ml.model):
+            return self.ml.outputs_of(self.ml.placed(x), seed=0)[0].shape
+
+    def _likelihood_batch(self, given: int | None) -> int:
+        if given is not None:
+            return given
+        moving = bool(self.ml.forward_hyperparameters)
+        if not moving or not isinstance(self.partition, InducingPartition):
+            return 0
+        return max(DATA_PER_ROW * self.partition.rows, FEWEST_DATA)
+
+    # ----------------------------------------------------------------------------------- rounds
+
+    def round(self) -> Round | None:
+        """Take the steps of a round, if one is due; to be called once an epoch."""
+        self.calls += 1
+        if not is_due(self.calls, self.burn_in, self.every):
+            return None
+        start = time.perf_counter()
+        if isinstance(self.partition, Partition):
+            self.partition.redraw()
+        evidences = self._on_all_data() if self.full_batch else self._on_some_blocks()
+        if not evidences:
+            return None
+        mean = Evidence.mean(evidences)
+        return Round(mean, len(evidences), time.perf_counter() - start)
+
+    @property
+    def n_steps(self) -> int:
+        """Steps in a round."""
+        return max(moves.steps for moves in self._moves)
+
+    def measure(self, blocks: int = 10) -> Evidence:
+        """The evidence at the present hyperparameters, from blocks that no step has seen.
+
+        Args:
+            blocks: how many are averaged; five or more conditioned ones have an interval.
+        """
+        if self.full_batch:
+            with torch.no_grad():
+                return self.ml.full_batch(self._batches())
+        return self.on_blocks.measured(blocks)
+
+    def _on_some_blocks(self) -> list[Evidence]:
+        """A step on every block, or `steps_per_block` of them where only scales move."""
+        evidences = []
+        drawn: list[DrawnBlock] = []
+        left = 0
+        for step in range(self.n_steps):
+            parameters = self._parameters(step)
+            new = left == 0 or self._moves[1].moves_at(step)
+            gradients = _Gradients(parameters, self.blocks_per_step * self.ml.n_data)
+            if new:
+                cached = self.steps_per_block > 1 and not self._moves[1].moves_at(step)
+                values, drawn = self.on_blocks.evaluated(
+                    self.blocks_per_step, gradients.add, cached=cached
+                )
+                left = self.steps_per_block if cached else 1
+            else:
+                values = self._again(drawn, gradients)
+            left -= 1
+            evidence = Evidence.mean(values)
+            if left == 0:
+                self.on_blocks.refresh(drawn, values)
+            self._step(step, gradients.total)
+            evidences.append(replace(evidence, row_kernel=None).detach())
+        return evidences
+
+    def _again(self, drawn: list[DrawnBlock], gradients: _Gradients) -> list[Evidence]:
+        """The evidences of blocks that are kept, at the hyperparameters of now."""
+        values = {}
+        for number, block in enumerate(drawn):
+            if block.evaluate is not None:
+                values[number] = block.evaluate()
+                gradients.add(values[number])
+        return self.on_blocks.of_all(values, len(drawn))
+
+    def _on_all_data(self) -> list[Evidence]:
+        """Steps on the curvature of all data, computed once; anew where outputs move."""
+        evidences = []
+        batches = self._batches()
+        cached: Callable[[], Evidence] | None = None
+        if self.augment_block and self._moves[1].steps:
+            generator = self.ml.generator
+            blocks = dealt(self.examples, self.augment_block, generator)
+            cached = evidence_by_blocks(self.ml, blocks, generator)
+        for step in range(self.n_steps):
+            if self._moves[1].moves_at(step) and not self.augment_block:
+                evidence = self.ml.full_batch(batches)
+            else:
+                cached = cached or self.ml.cached_full_batch(batches)
+                evidence = cached()
+            gradients = _Gradients(self._parameters(step), self.ml.n_data)
+            gradients.add(evidence)
+            self._step(step, gradients.total)
+            evidences.append(evidence.detach())
+        return evidences
+
+    def _batches(self) -> Batches:
+        return in_order(self.examples, self.batch_size)
+
+    def _parameters(self, step: int) -> list[nn.Parameter]:
+        return [p for moves in self._moves if moves.moves_at(step) for p in moves.parameters]
+
+    def _step(self, step: int, gradients: list[Tensor]) -> None:
+        """One step of all hyperparameters that move."""
+        for parameter, gradient in zip(
+            self._parameters(step), self._of_all_ranks(gradients), strict=True
+        ):
+            parameter.grad = gradient
+        for moves in self._moves:
+            if moves.moves_at(step):
+                moves.step(self._total_steps(moves))
+        project = getattr(self.ml.augment, "project_", None)
+        if project is not None:
+            project()
+
+    def _total_steps(self, moves: _Moves) -> int | None:
+        """Steps in the whole training, if that is known."""
+        if self.total_rounds is None:
+            return None
+        calls = range(1, self.total_rounds + 1)
+        return moves.steps * sum(is_due(call, self.burn_in, self.every) for call in calls)
+
+    def _of_all_ranks(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The sum over processes; of blocks that they share, on which they agree, the mean."""
+        ranks = self.ml.ranks or self.ranks
+        if ranks is None:
+            return gradients
+        message = torch.cat([gradient.double().flatten() for gradient in gradients])
+        if self.ml.ranks is not None:
+            message /= ranks.size
+        sizes = [gradient.numel() for gradient in gradients]
+        sums = ranks.sum(message, "gradients of the evidence").split(sizes)
+        return [s.view_as(g).to(g.dtype) for s, g in zip(sums, gradients, strict=True)]
+
+    # ----------------------------------------------------------------------------------- weights
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, also_decays: bool = False) -> None:
+        """Add the prior's gradient, precision * (w - mean) / N, in every step of an optimiser.
+
+        The loss is then that of the data alone, `ml.data_loss`. The gradient is added after
+        clipping and unscaling, just before the step; weights without a gradient are left alone.
+
+        Args:
+            optimizer: of the weights, or of some of them.
+            also_decays: accept one that has a weight decay of its own, which is then added.
+        """
+        weights = self._weights_of(optimizer)
+        if id(optimizer) in self._hooks:
+            raise MarglikError("this optimiser is attached already; call detach() first")
+        decays = [g.get("weight_decay", 0) for g in optimizer.param_groups]
+        if any(decays) and not also_decays:
+            raise MarglikError(
+                f"the optimiser has weight_decay={max(decays)} of its own beside the learned one; "
+                "set it to 0, or say attach(optimizer, also_decays=True)"
+            )
+
+        def add_decay(*_: Any) -> None:
+            self.ml.prior.add_gradient_(weights, self.ml.n_data)
+
+        self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(add_decay)
+
+    def _weights_of(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+        """The weights that an optimiser has, by name; it must have nothing else."""
+        names = {id(w): name for name, w in self.ml.weights.items()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        others = [p for p in parameters if id(p) not in names and p.requires_grad]
+        if others:
+            raise MarglikError(
+                f"the optimiser has {len(others)} parameters (the first of shape "
+                f"{tuple(others[0].shape)}) that are no weights of this model; hyperparameters "
+                "are moved by round(), other modules need an optimiser of their own"
+            )
+        weights = {names[id(p)]: p for p in parameters if id(p) in names}
+        if not weights:
+            raise MarglikError("the optimiser has none of the model's weights")
+        return weights
+
+    def detach(self) -> None:
+        """Undo all attachments."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+    # -------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that determines later rounds: hyperparameters, optimisers, inducing rows."""
+        ml = self.ml
+        partition = self.partition
+        conditioned = isinstance(partition, InducingPartition)
+        return {
+            "calls": self.calls,
+            "prior": ml.prior.state_dict(),
+            "likelihood": ml.likelihood.state_dict(),
+            "augment": None if ml.augment is None else ml.augment.state_dict(),
+            "in_network": {name: p.detach().clone() for name, p in self._in_network().items()},
+            "optimizers": [moves.state_dict() for moves in self._moves],
+            "inducing": partition.state_dict() if conditioned else None,  # type: ignore[union-attr]
+            "generator": ml.generator.get_state(),
+            "in_double": ml.in_double,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue bit for bit as the learner whose state it is."""
+        conditioned = isinstance(self.partition, InducingPartition)
+        if conditioned != (state["inducing"] is not None):
+            raise MarglikError(
+                "the state is of a learner with other blocks (conditioned or not); build this one "
+                "with the same rows= and inducing="
+            )
+        ml = self.ml
+        if isinstance(self.partition, InducingPartition):
+            self.partition.load_state_dict(state["inducing"])
+        self.calls = state["calls"]
+        ml.prior.load_state_dict(state["prior"])
+        ml.likelihood.load_state_dict(state["likelihood"])
+        if ml.augment is not None:
+            ml.augment.load_state_dict(state["augment"])
+        with torch.no_grad():
+            for name, parameter in self._in_network().items():
+                parameter.copy_(state["in_network"][name])
+        for moves, own in zip(self._moves, state["optimizers"], strict=True):
+            moves.load_state_dict(own)
+        ml.generator.set_state(state["generator"])
+        ml.in_double = state["in_double"]
+
+    def _in_network(self) -> dict[str, nn.Parameter]:
+        """Hyperparameters inside the network, by name."""
+        named = self.ml.model.named_parameters()
+        return {name: p for name, p in named if matches(name, self.ml.hyper)}
+
+
+@dataclass
+class _Moves:
+    """Hyperparameters that move together: their optimiser, rates and steps.
+
+    Args:
+        parameters: which.
+        optimizer: None if there are none.
+        steps: in a round.
+        rate: at the start.
+        last_rate: at the end.
+        taken: steps so far.
+    """
+
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+    steps: int
+    rate: float
+    last_rate: float
+    taken: int = 0
+
+    @staticmethod
+    def of(
+        parameters: Iterable[nn.Parameter], steps: int, rate: float, last_rate: float | None
+    ) -> _Moves:
+        parameters = list(parameters)
+        optimizer = torch.optim.Adam(parameters, rate) if parameters else None
+        last = rate / 10 if last_rate is None else last_rate
+        return _Moves(parameters, optimizer, steps if parameters else 0, rate, last)
+
+    def moves_at(self, step: int) -> bool:
+        """Whether they take this step of a round."""
+        return step < self.steps
+
+    def step(self, total: int | None) -> None:
+        """One step down the gradients; total: steps in the whole training."""
+        assert self.optimizer is not None
+        rate = self.rate
+        if total is not None:
+            rate = cosine(self.taken, total, self.rate, self.last_rate)
+        set_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.taken += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+        return {"taken": self.taken, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+
+class _Gradients:
+    """Gradients of minus the evidence, divided by `share`, summed over blocks."""
+
+    def __init__(self, parameters: list[nn.Parameter], share: float):
+        self.parameters = parameters
+        self.share = share
+        self.total = [torch.zeros_like(p) for p in parameters]
+
+    def add(self, evidence: Evidence) -> None:
+        """Those of one more block."""
+        loss = -evidence.total / self.share
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        self.total = [
+            total if gradient is None else total + gradient
+            for total, gradient in zip(self.total, gradients, strict=True)
+        ]
