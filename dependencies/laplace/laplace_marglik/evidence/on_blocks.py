@@ -129,9 +129,17 @@ class OnBlocks:
             kernel = own[number].row_kernel if number in own else None
             if sides and kernel is None:
                 kernel = self._known(row[3:])
-            parts = row[:3].unbind()
+            log_likelihood, scatter, log_det_ratio = row[:3].unbind()
             evidences.append(
-                Evidence(*parts, n_blocks, status, n_data=self.ml.n_data, row_kernel=kernel)
+                Evidence(
+                    log_likelihood,
+                    scatter,
+                    log_det_ratio,
+                    n_blocks,
+                    status,
+                    n_data=self.ml.n_data,
+                    row_kernel=kernel,
+                )
             )
         return evidences
 
