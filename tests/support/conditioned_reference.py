@@ -75,7 +75,8 @@ def true_root(likelihood, f, y, kind):
     """U_i with U_i U_i^T = Lambda_i [n, C, C]; every root of a diagonal Lambda is its square root.
 
     fisher: column r is sqrt(p_r) d log p_r / df; symmetric: Q E^1/2 Q^T; eigen: Q E^1/2, by
-    decreasing eigenvalue.
+    decreasing eigenvalue. The smallest eigenvalue of a softmax is 0, for a common shift of the
+    logits; the square root of its rounding would be felt in the eighth digit.
     """
     Lambda = curvature(likelihood, f, y)
     if likelihood.kind != "categorical":
@@ -85,7 +86,8 @@ def true_root(likelihood, f, y, kind):
         score = torch.eye(f.shape[1]).to(p) - p.unsqueeze(2)  # [n, C, r]
         return score * p.sqrt().unsqueeze(1) / likelihood.tau**0.5
     values, Q = torch.linalg.eigh(Lambda)
-    root = Q * values.clamp_min(0).sqrt().unsqueeze(1)
+    values = torch.cat([torch.zeros_like(values[:, :1]), values[:, 1:].clamp_min(0)], 1)
+    root = Q * values.sqrt().unsqueeze(1)
     return {"symmetric": root @ Q.mT, "eigen": root.flip(2)}[kind]
 
 

@@ -47,7 +47,8 @@ PROBLEMS = {
         lambda: HeteroscedasticGaussian(1.3, learn_temperature=True),
     ),
     "single": (lambda: mlp(1), 4, lambda: Bernoulli(0.9)),
-    "relu": (lambda: mlp(3, activation=nn.ReLU), 4, Categorical),  # large inputs, large outputs
+    # large inputs give large outputs
+    "leaky": (lambda: mlp(3, activation=nn.LeakyReLU), 4, Categorical),
     # fewer weights than rows: 9, and 6 + 9
     "linear": (lambda: nn.Linear(2, 3), 2, lambda: Categorical(1.3, learn_temperature=True)),
     "narrow": (lambda: mlp(3, 2, 2), 2, lambda: Categorical(1.3, learn_temperature=True)),
