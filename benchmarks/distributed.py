@@ -37,7 +37,7 @@ from measure import Case, differentiated, setup
 from torch import nn
 
 from laplace_marglik import Ranks, SampledLaplace
-from ntkmarglik.learn.distributed import meeting, together
+from ntkmarglik.learn.distributed import meeting
 
 ROUNDS = 3
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -62,7 +62,7 @@ def blocks_in_turn(ranks: Ranks | None) -> Work:
                     s.ml(s.x, s.y, column).total, s.ml.hyperparameters()
                 )
         if ranks is not None:
-            together(gradients, ranks, "gradients")
+            ranks.sums(gradients, "gradients")
 
     return work
 

@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
@@ -36,6 +36,10 @@ class Choices:
     def offer(self, registry: Collection[str]) -> None:
         """Take the names from this registry."""
         self._registry = registry
+
+    def entry(self, name: str) -> Any:
+        """What is registered under a name; None for one that is not, or names alone."""
+        return self._registry.get(name) if isinstance(self._registry, Mapping) else None
 
     def one(self) -> Any:
         """Marks a setting whose value is one of the names: `Annotated[str, choices.one()]`."""
@@ -100,9 +104,11 @@ class Range:
 POSITIVE = Range(
     lambda value: value > 0, "must be greater than 0", "must be numbers greater than 0"
 )
+FRACTION = Range(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 NOT_NEGATIVE = Range(lambda value: value >= 0, "must not be negative")
 ANY_NUMBER = Range(lambda value: True, "must be a number")
 
+Fraction = Annotated[float, FRACTION]
 PositiveInt = Annotated[int, POSITIVE]
 PositiveFloat = Annotated[float, POSITIVE]
 PositiveFloats = Annotated[tuple[float, ...], POSITIVE]
@@ -159,9 +165,13 @@ class Settings:
                     "without --resume. Nothing was changed."
                 )
 
+    def defaults(self: S) -> S:
+        """What settings are that a command does not give."""
+        return type(self)()
+
     def arguments(self) -> list[str]:
         """The flags that differ from the defaults, as a shell would pass them."""
-        defaults = type(self)().flat()
+        defaults = self.defaults().flat()
         flags: list[str] = []
         for name, value in self.flat().items():
             if value != defaults[name]:
@@ -200,14 +210,19 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def parse_as(kind: type[S], arguments: Sequence[str] | None = None) -> S:
-    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags
-    override it.
+def parse_as(kind: type[S], arguments: Sequence[str] | None = None, defaults: S | None = None) -> S:
+    """Settings from flags; `--config file.yaml` stands for the flags in that file.
+
+    Args:
+        kind: of settings.
+        arguments: of the command line; later flags override earlier ones and those of files.
+        defaults: what settings are that are not given.
     """
     if arguments is None:
         arguments = sys.argv[1:]
     return tyro.cli(
         kind,
+        default=defaults or kind(),
         config=(tyro.conf.OmitArgPrefixes,),
         args=_with_files(list(arguments), kind().flat()),
         prog=kind.script,

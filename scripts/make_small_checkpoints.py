@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 from tqdm import trange
 
-from ntkmarglik.learn.schedule import cosine, set_rate
+from laplace_marglik.schedule import cosine, set_rate
 from ntkmarglik.programs.finetune.examples import Examples, is_text, read, restricted
 from ntkmarglik.programs.finetune.inputs import Part, changed
 from ntkmarglik.programs.finetune.pretrained import Classifier, Preparation

@@ -14,6 +14,7 @@ from ntkmarglik.problem.models import DEPTH, MODELS
 from ntkmarglik.settings import (
     AnyFloat,
     Choices,
+    Fraction,
     Limit,
     NonNegativeFloat,
     NonNegativeInt,
@@ -35,15 +36,17 @@ class Estimator:
     method: Annotated[str, METHOD.one()] = "ntk"
     """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss; elbo and de-elbo learn a Gaussian posterior, prior variances and augmentation by a variational bound; sampled learns the prior by EM steps from posterior samples."""
     subset: NonNegativeInt = 500
-    """Data points S in a block; 0 = all."""
+    """Data points S in a block, 0 = all; rows of a block with --inducing."""
+    inducing: Fraction = 0.0
+    """Fraction of a block's rows that the others are conditioned on, which makes the bound far tighter; 0 = the published bound of independent blocks."""
     outputs: NonNegativeInt = 1
     """Outputs (root columns) K in a block; 0 = all."""
     columns: Literal["shared", "iid"] = "shared"
     """Whether the data points of a block share their outputs or each draws its own."""
     partition: Literal["random", "class"] = "random"
     """How data are dealt into blocks: at random, or class by class."""
-    root: Literal["paper", "fisher", "symmetric", "eigen"] = "paper"
-    """Root of the likelihood's curvature; paper is the published estimator, the others give true bounds."""
+    root: Literal["auto", "paper", "fisher", "symmetric", "eigen"] = "auto"
+    """Root of the likelihood's curvature; paper is the published estimator, the others give true bounds; auto = paper, or eigen with --inducing."""
     blocks_per_step: NonNegativeInt = 0
     """Blocks over which each step is averaged; 0 = one, or one per process of torchrun."""
     shard_blocks: bool = False
@@ -158,6 +161,8 @@ class Training:
     """Steps on the prior in each round."""
     aug_steps: NonNegativeInt = 10
     """Steps on the augmentation in each round."""
+    steps_per_block: PositiveInt = 1
+    """Steps on the prior taken on one block, whose curvature is then computed once."""
 
 
 @dataclass(frozen=True)
@@ -211,3 +216,8 @@ class Config(Settings):
     training: Training = field(default_factory=Training)
     run: Run = field(default_factory=Run)
     sampling: Sampling = field(default_factory=Sampling)
+
+    def defaults(self) -> Config:
+        """A method may have defaults of its own for some settings."""
+        method = METHOD.entry(self.estimator.method)
+        return Config().updated(**getattr(method, "defaults", {}))

@@ -119,16 +119,6 @@ def in_turn(
     return ranks.sum(torch.cat(results), "evaluation")
 
 
-def together(gradients: Sequence[Tensor], ranks: Ranks, step: str) -> list[Tensor]:
-    """Sums of gradients over ranks, in one message."""
-    message = torch.cat([gradient.double().flatten() for gradient in gradients])
-    sums = ranks.sum(message, step).split([gradient.numel() for gradient in gradients])
-    return [
-        total.view_as(gradient).to(gradient.dtype)
-        for total, gradient in zip(sums, gradients, strict=True)
-    ]
-
-
 class SharedLoss:
     """A method's loss of a batch whose data points are shared out, with the gradient of the whole
     batch.

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from laplace_marglik import Evidence
+from laplace_marglik.schedule import cosine, set_rate
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import SharedLoss, named
 from ntkmarglik.learn.evaluate import BATCH, evaluate
-from ntkmarglik.learn.methods import Method, Problem, Round
-from ntkmarglik.learn.schedule import cosine, hyper_epochs, set_rate, weight_optimizer
+from ntkmarglik.learn.methods import Learned, Method, Problem
+from ntkmarglik.learn.schedule import weight_optimizer
 from ntkmarglik.machine.device import peak_memory
 from ntkmarglik.machine.interrupts import deferred_interrupts
 from ntkmarglik.runs.folder import NoFolder, RunFolder
@@ -46,9 +47,9 @@ class Trainer:
         self.loss = method.loss if self.ranks is None else SharedLoss(problem, method, self.ranks)
         self.batches = torch.Generator().manual_seed(problem.config.run.seed)
         self.weights = weight_optimizer(problem.model, self.training)
+        # of hyperparameters that follow the loss; those that follow the evidence are the method's
         self.prior = torch.optim.Adam(method.hyperparameters(), self.training.lr_hyp)
         self.augment = self._augment_optimizer()
-        self.rounds = hyper_epochs(self.training) if method.learns_in_rounds() else []
         self.epoch = 0
         self.steps = {"weights": 0, "prior": 0, "augment": 0}
         self.seconds = {"total": 0.0, "weights": 0.0, "hyper": 0.0}
@@ -117,9 +118,8 @@ class Trainer:
         self.epoch += 1
         with self.timed("weights"):
             metrics: Metrics = {"epoch": self.epoch, **self._weight_steps()}
-        if self.epoch in self.rounds:
-            with self.timed("hyper"):
-                metrics |= self._hyper_round()
+        with self.timed("hyper"):
+            metrics |= self._hyper_round()
         if self.method.learns():
             metrics |= _augmentation(self.problem)
         if self.epoch % self._eval_every == 0 or self.finished:
@@ -222,36 +222,24 @@ class Trainer:
         self.problem.project()
 
     def _hyper_round(self) -> Metrics:
-        training = self.training
-        n_prior = training.prior_steps
-        n_augment = training.aug_steps if self.augment is not None else 0
-        total_prior = len(self.rounds) * n_prior
-        total_augment = len(self.rounds) * n_augment
-
-        def set_rates(step: int) -> None:
-            done = self.steps["prior"] + step
-            rate = cosine(done, total_prior, training.lr_hyp, training.lr_hyp_min)
-            set_rate(self.prior, rate)
-            if self.augment is not None:
-                done = self.steps["augment"] + step
-                rate = cosine(done, total_augment, training.lr_aug, training.lr_aug_min)
-                set_rate(self.augment, rate)
-
-        round_ = Round(self.prior, self.augment, n_prior, n_augment, set_rates)
+        """The hyperparameter steps that are due now."""
+        training = self.problem.model.training
         self.problem.model.eval()
-        self.method.learn(round_)
-        self.steps["prior"] += n_prior
-        self.steps["augment"] += n_augment
-        evidence = Evidence.mean(round_.evidences) if round_.evidences else None
-        self._check_round(round_, evidence)
-        return round_.metrics if evidence is None else _described(evidence, self.problem)
+        try:
+            learned = self.method.learn(self.epoch)
+        finally:
+            self.problem.model.train(training)
+        if learned is None:
+            return {}
+        self._check_learned(learned)
+        if learned.evidence is None:
+            return learned.metrics
+        return _described(learned.evidence, self.problem) | learned.metrics
 
-    def _check_round(self, round_: Round, evidence: Evidence | None) -> None:
-        """Refuse to go on with hyperparameters, or with an evidence, that are not finite, wherever
-        they come from.
-        """
-        finite_metrics = all(map(math.isfinite, _numbers(round_.metrics)))
-        finite_evidence = evidence is None or bool(evidence.total.isfinite())
+    def _check_learned(self, learned: Learned) -> None:
+        """Refuse to go on with hyperparameters, or with an evidence, that are not finite."""
+        finite_metrics = all(map(math.isfinite, _numbers(learned.metrics)))
+        finite_evidence = learned.evidence is None or bool(learned.evidence.total.isfinite())
         finite_prior = bool(self.problem.prior.log_precision.isfinite().all())
         if finite_metrics and finite_evidence and finite_prior:
             return

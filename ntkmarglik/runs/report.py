@@ -74,6 +74,8 @@ def table(runs: Runs) -> Table:
         *(f"{s['train_log_likelihood']:.4f}" for s in summaries),
     )
     result.add_row("log evidence per datum", *map(_evidence, summaries))
+    if any(s.get("log_marglik_interval") for s in summaries):
+        result.add_row("exact log evidence is within", *map(_interval, summaries))
     result.add_row("evidence is", *(_status(s) for s in summaries))
     if any("sigma" in s for s in summaries):
         result.add_row("posterior width sigma", *(_width(s) for s in summaries))
@@ -92,6 +94,11 @@ def _evidence(summary: Metrics) -> str:
     error = summary["log_marglik_error"]
     value = f"{summary['log_marglik']:.4f}"
     return f"{value} ± {error:.4f}" if error else value
+
+
+def _interval(summary: Metrics) -> str:
+    interval = summary.get("log_marglik_interval")
+    return f"{interval[0]:.4f} to {interval[1]:.4f}" if interval else "-"
 
 
 def _status(summary: Metrics) -> str:
@@ -170,6 +177,10 @@ def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
             axes.plot(positions, values, color=colour, label=name, linewidth=1.4)
         else:
             axes.axhline(final, color=colour, label=name, linewidth=1.2, linestyle="--")
+        interval = summary.get(f"{key}_interval")
+        if interval:  # of the final value
+            axes.axhspan(*interval, color=colour, alpha=0.12, linewidth=0)
+            shown.extend(interval)
         shown.append(final)
         shown.extend(values)
     axes.set_xlabel("epoch")

@@ -32,6 +32,7 @@ def summarise(trainer: Trainer) -> Metrics:
         "log_marglik": evidence.total.item() / n,
         "log_marglik_status": evidence.status,
         "log_marglik_error": None if error is None else error / n,
+        "log_marglik_interval": [bound / n for bound in evidence.interval or ()] or None,
         "log_marglik_structure": trainer.method.structure,
         "seconds_total": trainer.seconds["total"],
         "seconds_weights": trainer.seconds["weights"],

@@ -16,7 +16,8 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.methods.mode import AtMode
-from ntkmarglik.learn.train import Trainer, hyper_epochs
+from ntkmarglik.learn.schedule import hyper_epochs
+from ntkmarglik.learn.train import Trainer
 from ntkmarglik.machine import device as machine
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import DEPTH, MODELS

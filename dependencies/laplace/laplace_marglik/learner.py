@@ -141,7 +141,7 @@ class EvidenceLearner:
         self.every = every
         self.total_rounds = total_rounds
         self.ranks = ranks
-        self.partition = partition or self._partition(rows, inducing)
+        self.partition = self._partition(rows, inducing) if partition is None else partition
         self.on_blocks = OnBlocks(
             ml,
             self.examples,
@@ -316,12 +316,9 @@ class EvidenceLearner:
         ranks = self.ml.ranks or self.ranks
         if ranks is None:
             return gradients
-        message = torch.cat([gradient.double().flatten() for gradient in gradients])
         if self.ml.ranks is not None:
-            message /= ranks.size
-        sizes = [gradient.numel() for gradient in gradients]
-        sums = ranks.sum(message, "gradients of the evidence").split(sizes)
-        return [s.view_as(g).to(g.dtype) for s, g in zip(sums, gradients, strict=True)]
+            gradients = [gradient / ranks.size for gradient in gradients]
+        return ranks.sums(gradients, "gradients of the evidence")
 
     # ----------------------------------------------------------------------------------- weights
 

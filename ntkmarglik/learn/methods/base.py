@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -11,13 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from laplace_marglik import (
+    Categorical,
     ClassPartition,
     Evidence,
     GaussianPrior,
+    InducingPartition,
     MarginalLikelihood,
     Partition,
     Ranks,
 )
+from laplace_marglik.evidence.rows import n_root_columns
+from laplace_marglik.examples import TensorExamples
+from laplace_marglik.likelihood.base import Root
 from ntkmarglik.learn.config import Config
 from ntkmarglik.problem.data import Dataset
 from ntkmarglik.runs.loggers import Metrics
@@ -42,7 +46,8 @@ class Problem:
     @property
     def full_batch(self) -> bool:
         """Whether all data are one block."""
-        return self.config.estimator.subset in (0, self.data.n_data)
+        estimator = self.config.estimator
+        return not estimator.inducing and estimator.subset in (0, self.data.n_data)
 
     @property
     def shares_blocks(self) -> bool:
@@ -57,7 +62,8 @@ class Problem:
         )
 
     def marginal_likelihood(self, structure: str) -> MarginalLikelihood:
-        estimator, budget = self.config.estimator, self.config.run.memory_budget * 1e9
+        estimator = self.config.estimator
+        budget = self.config.run.memory_budget * 1e9
         return MarginalLikelihood(
             self.model,
             "classification",
@@ -66,7 +72,7 @@ class Problem:
             structure=structure,
             outputs=estimator.outputs or None,
             columns=estimator.columns,
-            root=estimator.root,
+            root=None if estimator.root == "auto" else estimator.root,
             kfac=estimator.kfac,
             augment=self.augment,
             generator=self.generator,
@@ -82,9 +88,30 @@ class Problem:
         if project is not None:
             project()
 
-    def partition(self) -> Partition:
+    @property
+    def examples(self) -> TensorExamples:
+        """The training data."""
+        return TensorExamples(self.data.x_train, self.data.y_train)
+
+    @property
+    def n_columns(self) -> int:
+        """Root columns that rows of conditioned blocks are drawn from."""
+        root: Root = "eigen" if self.config.estimator.root == "auto" else self.config.estimator.root
+        return n_root_columns(Categorical(), torch.Size([self.data.n_classes]), root)
+
+    def partition(self) -> Partition | InducingPartition:
         """Blocks of the configured kind; all data when the subset is 0."""
         estimator, data = self.config.estimator, self.data
+        if estimator.inducing:
+            return InducingPartition(
+                data.n_data,
+                data.n_classes,
+                estimator.subset,
+                estimator.inducing,
+                n_columns=self.n_columns,
+                generator=self.generator,
+                ranks=self.ranks,
+            )
         options = {"columns": estimator.columns, "generator": self.generator}
         subset, outputs = estimator.subset or None, estimator.outputs or None
         if estimator.partition == "class":
@@ -92,29 +119,17 @@ class Problem:
         return Partition(data.n_data, data.n_classes, subset, outputs, **options)  # type: ignore[arg-type]
 
 
-@dataclass
-class Round:
-    """One round of hyperparameter steps: the optimisers to use and what came out."""
+@dataclass(frozen=True)
+class Learned:
+    """What a round of hyperparameter steps leaves.
 
-    prior_optimizer: torch.optim.Optimizer | None
-    augment_optimizer: torch.optim.Optimizer | None
-    prior_steps: int
-    augment_steps: int
-    set_rates: Callable[[int], None]  # to be called before each step with its number
-    evidences: list[Evidence] = field(default_factory=list)
-    metrics: Metrics = field(default_factory=dict)  # what else is worth recording
+    Args:
+        evidence: the mean over its steps, if they have one.
+        metrics: what else is worth recording.
+    """
 
-    @property
-    def steps(self) -> int:
-        return max(self.prior_steps, self.augment_steps)
-
-    def moving(self, step: int) -> list[torch.optim.Optimizer]:
-        """The optimisers that take this step."""
-        pairs = (
-            (self.prior_optimizer, self.prior_steps),
-            (self.augment_optimizer, self.augment_steps),
-        )
-        return [optimizer for optimizer, steps in pairs if optimizer is not None and step < steps]
+    evidence: Evidence | None = None
+    metrics: Metrics = field(default_factory=dict)
 
 
 class Method(ABC):
@@ -134,6 +149,8 @@ class Method(ABC):
     sums_over_data: ClassVar[bool] = False
     # of the curvature by which its evidence is measured, or the name of another estimate
     structure: str = "ntk"
+    # settings that are not those of the other methods, unless they are given
+    defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -159,6 +176,8 @@ class Method(ABC):
         if not cls.uses_blocks():
             return cls.name
         estimator = config.estimator
+        if estimator.inducing:
+            return f"{cls.name}-{estimator.subset}-u{estimator.inducing:g}"
         return f"{cls.name}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
 
     @classmethod  # noqa: B027 - most methods take any settings
@@ -186,8 +205,9 @@ class Method(ABC):
     def outputs(self, x: Tensor) -> Tensor:
         """Logits for prediction."""
 
-    def learn(self, round_: Round) -> None:  # noqa: B027 - a method without hyperparameters takes no steps
-        """Take the round's hyperparameter steps and leave their evidences in it."""
+    def learn(self, epoch: int) -> Learned | None:
+        """Take the hyperparameter steps that are due after an epoch, if any are."""
+        return None
 
     def hyperparameters(self) -> list[nn.Parameter]:
         """What is learned besides weights and augmentation: the prior, if its precision is learned

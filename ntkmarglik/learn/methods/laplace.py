@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from asdl_marglik import Structure
-from laplace_marglik import Evidence, evidence_by_blocks
-from ntkmarglik.learn.distributed import together
-from ntkmarglik.learn.methods.base import Method, Problem, Round
+from asdl_marglik import STRUCTURES, Structure
+from laplace_marglik import Evidence, EvidenceLearner
+from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.methods.base import Learned, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.methods.mode import MeasuredByBlocks
 
 
 class Laplace(MeasuredByBlocks):
-    """Gradient steps on the evidence of a block of data; a new block for every step, or several, on
-    several ranks.
+    """Gradient steps on the evidence of blocks of data; all of it is done by the learner.
 
     With all data in the block the curvature is computed once a round, and the prior takes its steps
     on it; steps of the augmentation need it anew, or, with `--aug-block`, a gradient from a block
@@ -29,70 +26,77 @@ class Laplace(MeasuredByBlocks):
 
     def __init__(self, problem: Problem):
         super().__init__(problem, self.structure)
-        self.partition = problem.partition()
+        estimator, training = problem.config.estimator, problem.config.training
+        self.learner = EvidenceLearner(
+            self.ml,
+            (problem.data.x_train, problem.data.y_train),
+            partition=None if problem.full_batch else problem.partition(),
+            rows=None,
+            steps=training.prior_steps,
+            lr=training.lr_hyp,
+            lr_min=training.lr_hyp_min,
+            augment_steps=training.aug_steps,
+            lr_augment=training.lr_aug,
+            lr_augment_min=training.lr_aug_min,
+            steps_per_block=training.steps_per_block,
+            blocks_per_step=problem.blocks_per_step,
+            burn_in=training.burnin,
+            every=training.frequency,
+            total_rounds=training.epochs,
+            augment_block=estimator.aug_block,
+            batch_size=training.batch_size,
+            ranks=None if problem.shares_blocks else problem.ranks,
+        )
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        estimator = config.estimator
+        if not estimator.inducing:
+            return
+        if STRUCTURES[cls.structure].additive:
+            raise NtkMarglikError(
+                f"--inducing {estimator.inducing:g} conditions rows on others, and --method "
+                f"{cls.name} has no rows; use --method ntk, full or blockdiag, or --inducing 0."
+            )
+        if estimator.root == "paper":
+            raise NtkMarglikError(
+                "--inducing needs the rows of a true root, and --root paper is none for single "
+                "outputs; use --root eigen (the default with --inducing), fisher or symmetric."
+            )
+        if not estimator.subset:
+            raise NtkMarglikError(
+                "--inducing conditions the rows of a block, of which --subset is the number: give "
+                "one above 0, or --inducing 0 for all data at once."
+            )
+        for flag, value, usual in (
+            ("--outputs", estimator.outputs, 1),
+            ("--columns", estimator.columns, "shared"),
+            ("--partition", estimator.partition, "random"),
+        ):
+            if value != usual:
+                raise NtkMarglikError(
+                    f"{flag} {value} deals data into independent blocks; with --inducing rows are "
+                    f"drawn one by one: leave it out, or use --inducing 0."
+                )
 
     def baseline(self, fixed: Problem) -> Method:
         return Map(fixed, self.structure)
 
-    def learn(self, round_: Round) -> None:
-        self.partition.redraw()
-        cached: Callable[[], Evidence] | None = None
-        size, full_batch = self.problem.config.estimator.aug_block, self.problem.full_batch
-        if full_batch and size and round_.augment_steps:
-            generator = self.problem.generator
-            cached = evidence_by_blocks(
-                self.ml, self.problem.data.dealt(size, generator), generator
-            )
-        for step in range(round_.steps):
-            optimizers = round_.moving(step)
-            parameters = [
-                p for o in optimizers for group in o.param_groups for p in group["params"]
-            ]
-            if not full_batch:
-                evidence, gradients = self._on_blocks(parameters)
-            else:
-                if step < round_.augment_steps and not size:
-                    evidence = self.ml.full_batch(self.batches())
-                else:
-                    cached = cached or self.ml.cached_full_batch(self.batches())
-                    evidence = cached()
-                gradients = self._gradients(evidence, parameters)
-            round_.set_rates(step)
-            for parameter, gradient in zip(parameters, self._of_all_ranks(gradients), strict=True):
-                parameter.grad = gradient
-            for optimizer in optimizers:
-                optimizer.step()
-            self.problem.project()
-            round_.evidences.append(evidence.detach())
+    def learn(self, epoch: int) -> Learned | None:
+        report = self.learner.round()
+        return None if report is None else Learned(report.evidence)
 
-    def _on_blocks(self, parameters: list[Tensor]) -> tuple[Evidence, list[Tensor]]:
-        """The mean over the blocks of a step, and the gradient of those of them that are computed
-        here.
-        """
-        count, found = self.problem.blocks_per_step, []
-        evidences = self.on_blocks(
-            self.partition, count, lambda e: found.append(self._gradients(e, parameters, count))
-        )
-        gradients = found[0] if found else [torch.zeros_like(p) for p in parameters]
-        for more in found[1:]:
-            gradients = [total + gradient for total, gradient in zip(gradients, more, strict=True)]
-        return Evidence.mean(evidences), gradients
+    def evidence(self) -> Evidence:
+        """That of fresh blocks; conditioned ones have the inducing rows that training chose."""
+        if self.problem.config.estimator.inducing:
+            return self.measured(self.learner.on_blocks)
+        return super().evidence()
 
-    def _gradients(
-        self, evidence: Evidence, parameters: list[Tensor], count: int = 1
-    ) -> list[Tensor]:
-        return list(torch.autograd.grad(-evidence.total / (count * self.ml.n_data), parameters))
+    def state(self) -> dict[str, Any]:
+        return {"learner": self.learner.state_dict()}
 
-    def _of_all_ranks(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The sum over ranks; of a block that they share, on which they agree up to rounding, the
-        mean.
-        """
-        ranks = self.problem.ranks
-        if ranks is None:
-            return gradients
-        if self.problem.shares_blocks:
-            gradients = [gradient / ranks.size for gradient in gradients]
-        return together(gradients, ranks, "gradients of the evidence")
+    def restore(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state["learner"])
 
 
 @functools.cache
@@ -107,3 +111,26 @@ def laplace_with(curvature: Structure) -> type[Laplace]:
         sums_over_data = curvature.additive
 
     return LaplaceWithStructure
+
+
+class ConditionedNtk(Laplace):
+    """The NTK bound conditioned on inducing rows, with one block for all steps of a round."""
+
+    name = "ntk-conditioned"
+    label = "conditioned NTK"
+    colour = "#332288"
+    structure = "ntk"
+    defaults = {"subset": 200, "inducing": 0.5, "steps_per_block": 10}
+
+    @classmethod
+    def run_name(cls, config: Config) -> str:
+        return f"{cls.name}-{config.estimator.subset}"
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        if not config.estimator.inducing:
+            raise NtkMarglikError(
+                f"--method {cls.name} conditions on inducing rows and needs --inducing above 0; "
+                "without them it is --method ntk."
+            )
+        super().check(config)

@@ -11,11 +11,12 @@ import torch
 
 from laplace_marglik import Evidence, GaussianPrior, SampledLaplace
 from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
+from laplace_marglik.schedule import is_due
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import in_turn
 from ntkmarglik.learn.evaluate import joint_log_likelihood, metrics
-from ntkmarglik.learn.methods.base import Method, Problem, Round
+from ntkmarglik.learn.methods.base import Learned, Method, Problem
 from ntkmarglik.learn.methods.mode import AtMode
 from ntkmarglik.runs.loggers import Metrics
 
@@ -190,14 +191,23 @@ class Sampled(SampledScore):
                 "kfac."
             )
 
-    def learn(self, round_: Round) -> None:
+    def learn(self, epoch: int) -> Learned | None:
+        training = self.problem.config.training
+        if not is_due(epoch, training.burnin, training.frequency):
+            return None
         self.sample()
-        steps, start = self.problem.config.sampling.em_steps, time.perf_counter()
+        steps = self.problem.config.sampling.em_steps
+        start = time.perf_counter()
         for _ in range(steps):
             self.posterior.update_prior(self.batches())
-        round_.metrics["seconds_em_step"] = (time.perf_counter() - start) / steps
-        learned = {name: p.mean().item() for name, p in self.problem.prior.precisions().items()}
-        round_.metrics |= {"prior_precision": learned, **self.describe()}
+        seconds = (time.perf_counter() - start) / steps
+        precisions = self.problem.prior.precisions()
+        metrics: Metrics = {
+            "seconds_em_step": seconds,
+            "prior_precision": {name: p.mean().item() for name, p in precisions.items()},
+            **self.describe(),
+        }
+        return Learned(metrics=metrics)
 
     def round_seconds(self) -> float | None:
         """All passes of all samples, twice for the mode and the first solution, from one product on

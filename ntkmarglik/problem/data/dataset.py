@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
 
-import torch
 from torch import Tensor
 
 
@@ -35,30 +32,3 @@ class Dataset:
         """Shape (c, h, w) of one input."""
         c, h, w = self.x_train.shape[1:]
         return c, h, w
-
-    def dealt(self, size: int, generator: torch.Generator) -> Blocks:
-        """The training data dealt at random into blocks."""
-        return Blocks(self, torch.randperm(self.n_data, generator=generator).split(size))
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks(Sequence[tuple[Tensor, Tensor]]):
-    """Parts of the training data as pairs (x, y), copied when they are read."""
-
-    data: Dataset
-    members: tuple[Tensor, ...]
-
-    def __len__(self) -> int:
-        return len(self.members)
-
-    @overload
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Blocks: ...
-
-    def __getitem__(self, number: int | slice) -> tuple[Tensor, Tensor] | Blocks:
-        if isinstance(number, slice):
-            return Blocks(self.data, self.members[number])
-        own = self.members[number].to(self.data.x_train.device)
-        return self.data.x_train[own], self.data.y_train[own]

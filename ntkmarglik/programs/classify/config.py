@@ -14,7 +14,9 @@ METHOD.offer(METHODS)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Config:
-    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags
-    override it.
-    """
-    return parse_as(Config, arguments)
+    """Settings from flags; `--config file.yaml` stands for the flags in that file."""
+    config = parse_as(Config, arguments)
+    defaults = config.defaults()
+    if defaults == Config():
+        return config
+    return parse_as(Config, arguments, defaults.updated(method=config.estimator.method))

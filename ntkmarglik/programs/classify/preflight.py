@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from asdl_marglik import STRUCTURES, free_memory
+from laplace_marglik import InducingPartition
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import local_size
 from ntkmarglik.learn.methods import METHODS, Method, Problem
-from ntkmarglik.learn.train import hyper_epochs
+from ntkmarglik.learn.schedule import hyper_epochs
 from ntkmarglik.machine.device import check_device, device_of
 from ntkmarglik.machine.speed import Speed, seconds
 from ntkmarglik.problem.models import check_uses
@@ -80,10 +81,13 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
             f"--outputs {estimator.outputs}, but {data.name} has {data.n_classes} classes; use "
             f"--outputs {data.n_classes}."
         )
-    if estimator.subset > data.n_data and method.measures_by != "samples":
+    most, things = data.n_data, "training data"
+    if estimator.inducing:
+        most, things = data.n_data * problem.n_columns, "rows of the training data"
+    if estimator.subset > most and method.measures_by != "samples":
         raise NtkMarglikError(
-            f"--subset {estimator.subset}, but there are {data.n_data} training data; use "
-            f"--subset {data.n_data} (all)."
+            f"--subset {estimator.subset}, but there are {most} {things}; use --subset {most} "
+            "(all)."
         )
     modules = [
         sum(p.numel() for p in module.parameters(recurse=False))
@@ -185,8 +189,7 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         f"{data.input_shape}, {data.n_classes} classes",
         f"model       {config.problem.model}: {sizes.n_parameters:,} parameters in "
         f"{len(list(problem.model.parameters()))} tensors",
-        f"block       {sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
-        f"{len(problem.partition())} blocks in a partition",
+        f"block       {_block(sizes, problem)}",
         f"memory      about {needed / 1e6:.0f} MB for the curvature of a block; "
         f"{allowed / 1e9:.1f} GB allowed",
         f"threads     {torch.get_num_threads()}",
@@ -196,6 +199,20 @@ def report(config: Config, sizes: Sizes, problem: Problem, method: Method) -> st
         + (", baseline included" if config.run.baseline else ""),
     ]
     return "\n".join(lines)
+
+
+def _block(sizes: Sizes, problem: Problem) -> str:
+    """The size of a block in words."""
+    partition = problem.partition()
+    if isinstance(partition, InducingPartition):
+        return (
+            f"{sizes.subset} of {partition.n_rows} rows, {partition.n_inducing} of them inducing; "
+            f"the others count {partition.sample_weight:.0f} times"
+        )
+    return (
+        f"{sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
+        f"{len(partition)} blocks in a partition"
+    )
 
 
 def _evidence_cost(
@@ -219,20 +236,23 @@ def _steps_per_round(config: Config, problem: Problem) -> int:
     if config.estimator.aug_block:
         # the pass over all data and its blocks' second passes, in units of two passes over all data
         return 1 + round(aug_steps * config.estimator.aug_block / problem.data.n_data)
-    if config.estimator.subset in (0, problem.data.n_data):
-        return aug_steps + (training.prior_steps > aug_steps)
-    return max(training.prior_steps, aug_steps)
+    prior_steps = max(0, training.prior_steps - aug_steps)
+    if problem.full_batch:
+        return aug_steps + (prior_steps > 0)
+    return aug_steps + -(-prior_steps // training.steps_per_block)
 
 
 def _evidence_seconds(sizes: Sizes, problem: Problem, method: Method) -> float:
     """Time of one estimate and its gradient: of a whole block if that is quick, else extrapolated
     from a few data.
     """
-    data, block = problem.data, problem.partition()[0]
+    data, block = problem.data, problem.partition().sample()
     ml = problem.marginal_likelihood(method.structure)
+    # a row of a conditioned block costs as much as a datum with one column
+    of_data = block.index if block.rows is None else block.index[block.rows[:, 0]]
 
     def estimate(points: int) -> float:
-        index, columns = block.index[:points], block.columns[:points]
+        index, columns = of_data[:points], block.columns[:points]
         x, y = data.x_train[index], data.y_train[index]
         return seconds(
             lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()), PATIENCE

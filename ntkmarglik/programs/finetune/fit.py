@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntkmarglik.learn.schedule import cosine, set_rate
+from laplace_marglik.schedule import cosine, set_rate
 from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.finetune.inputs import Part, changed
 from ntkmarglik.programs.finetune.plan import Candidate, Plan

@@ -74,6 +74,17 @@ class Ranks:
         self.sum_([total], step)
         return total
 
+    def sums(self, tensors: Sequence[Tensor], step: str) -> list[Tensor]:
+        """The sums of several small tensors over ranks, in one message in float64.
+
+        Args:
+            tensors: of the same shapes on all ranks.
+            step: name for error messages.
+        """
+        message = torch.cat([t.detach().double().flatten() for t in tensors])
+        parts = self.sum(message, step).split([t.numel() for t in tensors])
+        return [part.view_as(t).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
+
     def largest(self, value: float, step: str) -> float:
         """The largest of the ranks' numbers.
 
