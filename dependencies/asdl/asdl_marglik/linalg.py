@@ -209,23 +209,22 @@ def pivot_order(matrix: Tensor, count: int) -> Tensor:
     Pivoted Cholesky: each row is the one of largest variance given those before it.
 
     Args:
-        matrix: [n, n] in float64.
+        matrix: I + K [n, n] in float64: all variances are at least 1, so that no row comes twice.
         count: how many rows.
     """
-    n = len(matrix)
-    variance = matrix.diagonal().clone()
-    factor = matrix.new_zeros(count, n)  # L^T, by rows
-    order = torch.empty(count, dtype=torch.long, device=matrix.device)
+    factor = matrix.new_zeros(len(matrix), count)  # L, one column after the other
+    variance = matrix.diagonal().clone()  # given the rows chosen; theirs become zero
+    # views made once: in this loop each of them would cost as much as the arithmetic
+    rows, factor_rows, factor_columns = matrix.unbind(0), factor.unbind(0), factor.unbind(1)
+    order = []
     for step in range(count):
         pivot = int(variance.argmax())
-        order[step] = pivot
-        known = factor[:step]
-        row = matrix[pivot] - known[:, pivot] @ known
-        row /= variance[pivot].sqrt()
-        factor[step] = row
-        variance -= row.square()
-        variance[pivot] = -torch.inf
-    return order
+        order.append(pivot)
+        row = torch.addmv(rows[pivot], factor, factor_rows[pivot], alpha=-1)
+        inverse = 1 / float(row[pivot])
+        torch.mul(row, inverse**0.5, out=factor_columns[step])
+        variance.addcmul_(row, row, value=-inverse)
+    return torch.tensor(order, device=matrix.device)
 
 
 def is_coarse(statistic: Tensor) -> bool:

@@ -117,14 +117,14 @@ class InducingPartition:
 
         def chosen() -> Tensor:
             assert evidence is not None
-            pivots = evidence.pivots
-            if block.rows is None or len(pivots) != len(block.rows):
-                n_rows = 0 if block.rows is None else len(block.rows)
+            kernel = evidence.kernel_of_rows()
+            n_rows = 0 if block.rows is None else len(block.rows)
+            if kernel.n_rows != n_rows:
                 raise MarglikError(
-                    f"the evidence is of a block of {len(pivots)} rows, but this block has "
+                    f"the evidence is of a block of {kernel.n_rows} rows, but this block has "
                     f"{n_rows}; give both of the same block"
                 )
-            order = pivots[: self.n_inducing].cpu()
+            order = kernel.pivots(self.n_inducing).cpu()
             data, columns = block.numbered_rows()[order].unbind(1)
             return data * self.n_columns + columns
 

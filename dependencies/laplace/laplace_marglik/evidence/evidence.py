@@ -64,12 +64,17 @@ class Evidence:
     @property
     def pivots(self) -> Tensor:
         """Rows of a conditioned block, by conditional variance, largest first."""
+        kernel = self.kernel_of_rows()
+        return kernel.pivots(kernel.n_rows)
+
+    def kernel_of_rows(self) -> RowKernel | KnownSides:
+        """That of a conditioned block; others have none."""
         if self.row_kernel is None:
             raise MarglikError(
                 "only the evidence of a conditioned block has pivots; evaluate one of an "
                 "InducingPartition: ml(x, y, block=partition.sample())"
             )
-        return self.row_kernel.pivots()
+        return self.row_kernel
 
     def detach(self) -> Evidence:
         """The same values without their graph, and without the statistics they were made of."""

@@ -50,9 +50,18 @@ class RowKernel:
         settled.__dict__["identity_plus"] = A
         return settled
 
-    def pivots(self) -> Tensor:
-        """All rows by conditional variance, largest first [s]."""
-        return pivot_order(self.identity_plus, len(self.identity_plus))
+    @property
+    def n_rows(self) -> int:
+        """Rows of the block."""
+        return len(self.identity_plus)
+
+    def pivots(self, count: int) -> Tensor:
+        """Rows by conditional variance, largest first.
+
+        Args:
+            count: how many.
+        """
+        return pivot_order(self.identity_plus, count)
 
     def lower_sides(self) -> Tensor:
         """Two numbers, each on average not above the log-determinant of all rows [2]."""
@@ -86,6 +95,11 @@ class KnownSides:
         """Itself."""
         return self
 
-    def pivots(self) -> Tensor:
+    @property
+    def n_rows(self) -> int:
         """Refused: the kernel is in another process."""
         raise MarglikError("the kernel of these rows is in another process; ask that for pivots")
+
+    def pivots(self, count: int) -> Tensor:
+        """Refused, likewise."""
+        return torch.arange(self.n_rows)[:count]

@@ -1,0 +1,341 @@
+"""What conditioning on inducing rows is worth: slack at equal rows, and learning end to end.
+
+python benchmarks/conditioned.py slack
+python benchmarks/conditioned.py learn --study mnist --seeds 0 1 2
+python benchmarks/conditioned.py learn --study rotated --seeds 0
+python benchmarks/conditioned.py learn --study cifar --seeds 0
+
+`slack` trains a small network on 400 digits and compares the log-determinants of plain and
+conditioned blocks with the exact one, and their times. `learn` runs the classifier with several
+estimators, each run in a folder of its own that a later call continues, and measures the evidence
+of all of them in the same way. Rows go to csv files; what is there already is not computed again.
+Times are CPU seconds of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from laplace_marglik import (
+    Evidence,
+    GaussianPrior,
+    InducingPartition,
+    MarginalLikelihood,
+    Partition,
+)
+from laplace_marglik.evidence.on_blocks import OnBlocks
+from ntkmarglik.learn.methods import METHODS, Problem
+from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.config import Config, parse
+from ntkmarglik.programs.classify.run import prepare, train
+
+DATA = Path("illustrations/data")
+Row = dict[str, object]
+
+# ------------------------------------------------------------------------------------------- slack
+
+N_DIGITS = 400
+DRAWS = 40  # blocks of each mean
+STEPS = (5, 20, 50, 200)  # after which the streamed inducing rows are looked at
+
+
+def digits_network(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    """A convolutional network of 3,990 weights, trained on 400 digits."""
+    torch.manual_seed(seed)
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels))[:N_DIGITS]
+    x = (torch.tensor(images).float() / 16).view(-1, 1, 8, 8)[order]
+    y = torch.tensor(labels)[order]
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 20),
+        nn.ReLU(),
+        nn.Linear(20, 10),
+    )
+    ml = MarginalLikelihood(
+        model, "classification", n_data=N_DIGITS, prior=GaussianPrior(model, "scalar", 1.0)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    for _ in range(150):
+        for batch in torch.randperm(N_DIGITS).split(50):
+            optimizer.zero_grad()
+            ml.map_loss(x[batch], y[batch]).backward()
+            optimizer.step()
+    return model.double(), x.double(), y
+
+
+class Slack:
+    """Log-determinants of blocks of one trained network, beside the exact one."""
+
+    def __init__(self, precision: float):
+        self.precision = precision
+        self.model, self.x, self.y = digits_network()
+        self.prior = GaussianPrior(self.model, "scalar", precision)
+        self.exact = float(self.ml(None, "full")(self.x, self.y).log_det_ratio)
+
+    def ml(self, root: str | None, structure: str = "ntk", outputs: int | None = None):
+        return MarginalLikelihood(
+            self.model,
+            "classification",
+            n_data=N_DIGITS,
+            prior=self.prior,
+            structure=structure,
+            root=root,
+            outputs=outputs,
+        )
+
+    def row(self, kind: str, root: str, rows: int, steps: int, evidences: list[Evidence]) -> Row:
+        values = torch.stack([e.log_det_ratio.detach() for e in evidences])
+        return {
+            "precision": self.precision,
+            "rows": rows,
+            "kind": kind,
+            "root": root,
+            "steps": steps,
+            "exact": round(self.exact, 3),
+            "slack_percent": round(100 * (float(values.mean()) / self.exact - 1), 1),
+            "std_percent": round(100 * float(values.std()) / self.exact, 1),
+        }
+
+    def evaluate(self, ml: MarginalLikelihood, block) -> Evidence:
+        with torch.no_grad():
+            return ml(self.x[block.index], self.y[block.index], block=block)
+
+    def plain(self, root: str, rows: int) -> Row:
+        """Blocks of data points with one shared output."""
+        ml = self.ml(root, outputs=1)
+        partition = Partition(N_DIGITS, 10, min(rows, N_DIGITS), 1)
+        found = []
+        for number in range(DRAWS):
+            if number % len(partition) == 0:
+                partition.redraw()
+            found.append(self.evaluate(ml, partition.sample()))
+        return self.row("plain", root, rows, 0, found)
+
+    def streamed(self, root: str, rows: int) -> Iterable[Row]:
+        """Inducing rows that refresh themselves, looked at after some steps."""
+        ml = self.ml(root)
+        partition = InducingPartition(N_DIGITS, 10, rows, n_columns=9 if root == "eigen" else 10)
+        for step in range(max(STEPS) + 1):
+            if step == 0 or step in STEPS:
+                found = [self.evaluate(ml, partition.sample()) for _ in range(DRAWS)]
+                yield self.row("conditioned", root, rows, step, found)
+            block = partition.sample()
+            partition.update(block, self.evaluate(ml, block))
+
+    def seconds(self, root: str, rows: int) -> Row:
+        """CPU time of an estimate with its gradient in the prior: conditioned, and plain."""
+        times = {}
+        for kind in ("plain", "conditioned"):
+            ml = self.ml(root, outputs=1 if kind == "plain" else None)
+            partition = (
+                Partition(N_DIGITS, 10, rows, 1)
+                if kind == "plain"
+                else InducingPartition(N_DIGITS, 10, rows)
+            )
+            best = float("inf")
+            for _ in range(12):
+                start = time.process_time()
+                block = partition.sample()
+                evidence = ml(self.x[block.index], self.y[block.index], block=block)
+                torch.autograd.grad(evidence.total, self.prior.log_precision)
+                if kind == "conditioned":
+                    partition.update(block, evidence)
+                best = min(best, time.process_time() - start)
+            times[kind] = best
+        return {
+            "precision": self.precision,
+            "rows": rows,
+            "kind": "time of conditioned / plain",
+            "root": root,
+            "steps": 0,
+            "slack_percent": round(times["conditioned"] / times["plain"], 3),
+        }
+
+
+def slack(path: Path) -> None:
+    """All comparisons of log-determinants, into a csv."""
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for precision in (1.0, 10.0):
+        study = Slack(precision)
+        for size in (100, 200, 400):
+            for root in ("fisher", "eigen"):
+                rows.append(study.plain(root, size))
+                rows.extend(study.streamed(root, size))
+                rows.append(study.seconds(root, size))
+                _write(path, rows)
+                for row in rows[-7:]:
+                    print(row, flush=True)
+
+
+# ------------------------------------------------------------------------------------------- learn
+
+MNIST = (
+    "--dataset mnist --n-data 1000 --model mininet --epochs 300 --batch-size 250 --lr 1e-3 "
+    "--lr-min 1e-9 --prior-precision 1 --eval-every 100"
+)
+ROTATED = (
+    "--dataset mnist_r180 --n-data 1000 --model mininet --epochs 150 --batch-size 250 --lr 3e-3 "
+    "--lr-min 1e-9 --prior-precision 1 --augment affine --aug-samples 8 --aug-init 0 "
+    "--frequency 1 --prior-steps 2 --aug-steps 2 --lr-aug 0.1 --eval-every 50"
+)
+CIFAR = (
+    "--dataset cifar10 --n-data 2000 --model resnet --depth 10 --width 4 --epochs 60 "
+    "--batch-size 128 --optimizer sgd --lr 0.1 --prior-precision 1 --eval-every 20"
+)
+ESTIMATORS = {
+    "published NTK-100-1": "--method ntk --subset 100",
+    "Fisher NTK-100-1": "--method ntk --subset 100 --root fisher",
+    "conditioned 100": "--method ntk --subset 100 --inducing 0.5",
+    "conditioned 100, one block a round": "--method ntk-conditioned --subset 100",
+    "conditioned 200, one block a round": "--method ntk-conditioned",
+    "published NTK-500-1": "--method ntk --subset 500",
+    "Fisher NTK-500-1": "--method ntk --subset 500 --root fisher",
+    "conditioned 500": "--method ntk --subset 500 --inducing 0.5",
+    "conditioned 500, one block a round": "--method ntk-conditioned --subset 500",
+    "MAP": "--method map",
+}
+FEW = ("published NTK-100-1", "published NTK-500-1", "conditioned 200, one block a round", "MAP")
+LILA = {
+    "published NTK-100-1": "--method ntk --subset 100",
+    "Fisher NTK-100-1": "--method ntk --subset 100 --root fisher",
+    "conditioned 100": "--method ntk --subset 100 --inducing 0.5",
+}
+STUDIES: dict[str, tuple[str, dict[str, str]]] = {
+    "mnist": (MNIST, ESTIMATORS),
+    "rotated": (ROTATED, LILA),
+    "cifar": (CIFAR, {name: ESTIMATORS[name] for name in FEW}),
+}
+EXACT_DATA = 1000  # up to so many data the exact evidence is computed
+YARDSTICK_ROWS = 1000  # of the conditioned blocks that measure the evidence of larger problems
+
+
+def exact_evidence(problem: Problem) -> Evidence:
+    """That of all data and outputs."""
+    ml = problem.marginal_likelihood("full")
+    ml.outputs = None
+    with torch.no_grad():
+        return ml.full_batch([(problem.data.x_train, problem.data.y_train)])
+
+
+def measured_evidence(problem: Problem) -> Evidence:
+    """By conditioned blocks of the same kind for all methods."""
+    data = problem.data
+    ml = problem.marginal_likelihood("ntk")
+    ml.root = "eigen"
+    partition = InducingPartition(
+        data.n_data,
+        data.n_classes,
+        YARDSTICK_ROWS,
+        n_columns=data.n_classes - 1,
+        generator=torch.Generator().manual_seed(0),
+    )
+    return OnBlocks(ml, problem.examples, partition).measured(10)
+
+
+def learned(study: str, name: str, seed: int, folder: Path) -> Row:
+    """One run, and what came out."""
+    settings, estimators = STUDIES[study]
+    out = folder / study / f"{name.replace(' ', '-').replace(',', '')}-seed{seed}"
+    flags = [*settings.split(), *estimators[name].split(), "--seed", str(seed), "--threads", "1"]
+    config: Config = parse([*flags, "--no-baseline", "--resume", "--out", str(out)])
+    data = load(
+        config.problem.dataset, config.problem.data_root, n_data=config.problem.n_data, seed=seed
+    )
+    problem = prepare(config, data)
+    method = METHODS[config.estimator.method](problem)
+    _, summary = train(problem, method, out, name)
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    problem.model.load_state_dict(state["model"])
+    problem.prior.load_state_dict(state["prior"])
+    if problem.augment is not None:
+        problem.augment.load_state_dict(state["augment"])
+    problem.model.eval()
+    exact = data.n_data <= EXACT_DATA and problem.augment is None
+    evidence = exact_evidence(problem) if exact else measured_evidence(problem)
+    eta = summary["augmentation"]
+    return {
+        "study": study,
+        "estimator": name,
+        "seed": seed,
+        "test_log_likelihood": round(summary["test_log_likelihood"], 4),
+        "test_accuracy": round(summary["test_accuracy"], 4),
+        "evidence": round(evidence.total.item() / data.n_data, 4),
+        "evidence_is": evidence.status,
+        "own_evidence": round(summary["log_marglik"], 4),
+        "rotation": "" if eta is None else round(abs(eta[2]), 3),
+        "seconds_weights": round(summary["seconds_weights"], 1),
+        "seconds_hyper": round(summary["seconds_hyper"], 1),
+        "command": config.updated(out=None, resume=False, threads=0, baseline=True).command(),
+    }
+
+
+def learn(study: str, seeds: list[int], path: Path, folder: Path, only: list[str]) -> None:
+    """All estimators of a study that are not in the csv yet."""
+    torch.set_num_threads(1)
+    rows = _read(path)
+    known = {(row["study"], row["estimator"], str(row["seed"])) for row in rows}
+    for seed in seeds:
+        for name in STUDIES[study][1]:
+            if (study, name, str(seed)) in known or (only and name not in only):
+                continue
+            rows.append(learned(study, name, seed, folder))
+            print(rows[-1], flush=True)
+            _write(path, rows)
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def _write(path: Path, rows: list[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("part", choices=("slack", "learn"))
+    parser.add_argument("--study", choices=tuple(STUDIES), default="mnist")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="*", default=[], help="names of estimators")
+    parser.add_argument("--csv", type=Path, default=None)
+    parser.add_argument("--runs", type=Path, default=Path("runs/conditioned"))
+    given = parser.parse_args(arguments)
+    parts: dict[str, Callable[[], None]] = {
+        "slack": lambda: slack(given.csv or DATA / "conditioned_slack.csv"),
+        "learn": lambda: learn(
+            given.study,
+            given.seeds,
+            given.csv or DATA / "conditioned_learning.csv",
+            given.runs,
+            given.only,
+        ),
+    }
+    parts[given.part]()
+
+
+if __name__ == "__main__":
+    main()
