@@ -158,7 +158,7 @@ class EvidenceLearner:
             _Moves.of(forward, augment_steps, lr_augment, lr_augment_min),
         ]
         self.calls = 0
-        self._hooks: dict[int, Any] = {}  # of attached optimisers
+        self._attached: list[_Attachment] = []
 
     def _partition(self, rows: int | None, inducing: float) -> Partition | InducingPartition:
         ml = self.ml
@@ -333,8 +333,13 @@ class EvidenceLearner:
             also_decays: accept one that has a weight decay of its own, which is then added.
         """
         weights = self._weights_of(optimizer)
-        if id(optimizer) in self._hooks:
-            raise MarglikError("this optimiser is attached already; call detach() first")
+        known = {name for attachment in self._attached for name in attachment.weights}
+        twice = [name for name in weights if name in known]
+        if twice:
+            raise MarglikError(
+                f"an optimiser with the weight {twice[0]!r} is attached already; call detach() "
+                "first"
+            )
         decays = [g.get("weight_decay", 0) for g in optimizer.param_groups]
         if any(decays) and not also_decays:
             raise MarglikError(
@@ -345,7 +350,8 @@ class EvidenceLearner:
         def add_decay(*_: Any) -> None:
             self.ml.prior.add_gradient_(weights, self.ml.n_data)
 
-        self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(add_decay)
+        hook = optimizer.register_step_pre_hook(add_decay)
+        self._attached.append(_Attachment(list(weights), hook))
 
     def _weights_of(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
         """The weights that an optimiser has, by name; it must have nothing else."""
@@ -365,9 +371,9 @@ class EvidenceLearner:
 
     def detach(self) -> None:
         """Undo all attachments."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+        for attachment in self._attached:
+            attachment.hook.remove()
+        self._attached = []
 
     # -------------------------------------------------------------------------------- checkpoints
 
@@ -416,6 +422,14 @@ class EvidenceLearner:
         """Hyperparameters inside the network, by name."""
         named = self.ml.model.named_parameters()
         return {name: p for name, p in named if matches(name, self.ml.hyper)}
+
+
+@dataclass
+class _Attachment:
+    """The weights of an attached optimiser, and the hook on its steps."""
+
+    weights: list[str]
+    hook: Any
 
 
 @dataclass
