@@ -104,7 +104,7 @@ def check(ranks, folder, *names):
     "ranks, names",
     [
         (2, [*LIBRARY, *(name for name in RUNS if name != "sampled-sgd")]),
-        (3, ["wide", "blocks", "ntk", "ntk-large", "kfac", "elbo"]),
+        (3, ["wide", "blocks", "ntk", "ntk-large", "conditioned", "kfac", "elbo"]),
     ],
 )
 def test_ranks_compute_what_one_does(ranks, names, tmp_path):

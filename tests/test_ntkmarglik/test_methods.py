@@ -201,3 +201,38 @@ def test_a_round_by_blocks_costs_one_pass_over_all_data(tmp_path, monkeypatch):
 def test_blocks_are_refused_where_they_have_no_meaning(flags, tmp_path, capsys):
     assert main([*TINY, "--aug-block", "8", "--out", str(tmp_path / "run"), *flags.split()]) == 2
     assert "--aug-block" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--method ntk --inducing 0.5 --root paper", "needs the rows of a true root"),
+        ("--method kfac --inducing 0.5", "--method kfac has no rows"),
+        ("--method diag --inducing 0.5", "--method diag has no rows"),
+        ("--method ntk --inducing 1", "--inducing must be at least 0 and below 1, but is 1.0"),
+        ("--method ntk --inducing -0.1", "--inducing must be at least 0 and below 1"),
+        ("--method ntk --inducing nan", "--inducing must be a finite number"),
+        ("--method ntk --inducing 0.5 --subset 0", "--subset is the number"),
+        ("--method ntk --inducing 0.5 --outputs 2", "--outputs 2 deals data into independent"),
+        ("--method ntk --inducing 0.5 --partition class", "--partition class deals data"),
+        ("--method ntk-conditioned --inducing 0", "needs --inducing above 0"),
+        ("--method ntk-conditioned --subset 999", "there are 432 rows of the training data"),
+        ("--method ntk --steps-per-block 0", "--steps-per-block must be greater than 0"),
+    ],
+)
+def test_settings_that_conditioning_cannot_work_with_are_refused_before_work_starts(
+    flags, sentence, tmp_path, capsys
+):
+    tiny = ["--n-data", "48", "--epochs", "2", "--burnin", "1", "--frequency", "1"]
+    assert main([*tiny, *flags.split(), "--out", str(tmp_path / "run")]) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_defaults_of_a_method_are_those_of_its_command():
+    config = parse(["--method", "ntk-conditioned"])
+    assert config.estimator.subset == 200 and config.training.steps_per_block == 10
+    assert config.command() == "python classification_image.py --method ntk-conditioned"
+    other = parse(["--method", "ntk-conditioned", "--subset", "500"])
+    assert parse(other.command().split()[2:]) == other and "--subset 500" in other.command()
+    assert parse(["--method", "ntk"]).estimator.subset == 500

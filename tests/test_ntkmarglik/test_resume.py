@@ -23,6 +23,9 @@ from ntkmarglik.runs.folder import read_metrics
 EAGER = [*TINY, "--checkpoint-seconds", "0"]
 VARIANTS = {
     "prior": ["--epochs", "4", "--eval-every", "2"],
+    "conditioned": shlex.split(
+        "--method ntk-conditioned --subset 12 --outputs 1 --epochs 4 --steps-per-block 2"
+    ),
     "augmentation": shlex.split("--epochs 4 --augment affine --flip --model mininet --width 0"),
 }
 # in this order, each continuing after the one before: file, number of its writes that it survives +

@@ -72,35 +72,39 @@ class OnBlocks:
         generator = self.ml.generator
         for number in range(count):
             block = self.partition.sample()
+            data = self._some_data() if self.likelihood_batch else None
             before = generator.get_state()
-            evaluate = self._evaluation(block, cached) if self._owns(number) else None
+            evaluate = self._evaluation(block, data, cached) if self._owns(number) else None
             if evaluate is not None:
                 evidence = evaluate()
                 use(evidence)
                 values[number] = evidence
             drawn.append(DrawnBlock(block, evaluate))
-            if self.ranks is not None:  # all go on as if they had evaluated it
+            if self.ranks is not None:  # all go on as if they had evaluated it: one seed a pass
                 generator.set_state(before)
-                torch.randint(2**31, (), generator=generator)
+                for _ in range(1 if data is None else 2):
+                    torch.randint(2**31, (), generator=generator)
         return self.of_all(values, count, sides=sides), drawn
 
     def _owns(self, number: int) -> bool:
         return self.ranks is None or self.ranks.owns(number)
 
-    def _evaluation(self, block: Block, cached: bool) -> Callable[[], Evidence]:
+    def _evaluation(
+        self, block: Block, data: Tensor | None, cached: bool
+    ) -> Callable[[], Evidence]:
+        """The evidence of a block, with the log-likelihood of some data, as a function."""
         x, y = self.examples.take(block.index)
-        batch = None
-        if self.likelihood_batch:
-            batch = self.examples.take(self._some_data(self.likelihood_batch))
+        batch = None if data is None else self.examples.take(data)
         if cached:
             return self.ml.cached(x, y, block=block, likelihood_batch=batch)
         return lambda: self.ml(x, y, block=block, likelihood_batch=batch)
 
-    def _some_data(self, count: int) -> Tensor:
+    def _some_data(self) -> Tensor:
+        """Data points of the log-likelihood, by number."""
         n = len(self.examples)
-        if count >= n:
+        if self.likelihood_batch >= n:
             return torch.arange(n)
-        return torch.randperm(n, generator=self.ml.generator)[:count]
+        return torch.randperm(n, generator=self.ml.generator)[: self.likelihood_batch]
 
     def of_all(
         self, own: dict[int, Evidence], count: int, *, sides: bool = False
