@@ -15,6 +15,7 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.problem.data import Dataset
 from ntkmarglik.programs.grid.config import Grid
 
+INDUCING = "inducing"
 ANY_ROOT = "any"  # with all outputs in a block every root gives the same determinant
 
 
@@ -30,6 +31,11 @@ class Bound:
     columns: str = "shared"
     partition: str = "random"
     root: str = ANY_ROOT
+
+    @property
+    def conditioned(self) -> bool:
+        """Whether its blocks are conditioned on inducing rows; S is then a number of rows."""
+        return self.partition == INDUCING
 
     @property
     def n_columns(self) -> int | None:
@@ -58,6 +64,7 @@ class Bound:
         larger ones wherever the sizes divide each other: there, the smaller ones give the looser
         bound for certain.
         """
+        assert not self.conditioned  # its blocks are drawn: `conditioned_blocks`
         generator = torch.Generator().manual_seed(seed)
         n, c = data.n_data, data.n_classes
         if self.partition == "class":
@@ -107,6 +114,10 @@ def bounds_of(grid: Grid, n_data: int) -> list[Bound]:
         for columns, partition, root in itertools.product(
             grid.columns, grid.partitions, grid.roots
         ):
+            if partition == INDUCING:
+                if single and root != "paper" and not STRUCTURES[structure].additive:
+                    bounds.append(Bound(structure, size, outputs, "shared", INDUCING, root))
+                continue
             bound = Bound(
                 structure,
                 size,

@@ -23,6 +23,7 @@ from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.settings import (
     AnyFloat,
     Choices,
+    Fraction,
     Limit,
     NonNegativeInt,
     NonNegativeInts,
@@ -65,8 +66,10 @@ class Grid:
     """Outputs in a block."""
     columns: tuple[Literal["shared", "iid"], ...] = ("shared",)
     """For single outputs: whether the data points of a block share theirs or each has its own."""
-    partitions: tuple[Literal["random", "class"], ...] = ("random", "class")
-    """How data are dealt into blocks."""
+    partitions: tuple[Literal["random", "class", "inducing"], ...] = ("random", "class")
+    """How data are dealt into blocks; inducing draws S single rows conditioned on inducing rows, for single outputs and true roots."""
+    inducing: Fraction = 0.5
+    """Fraction of the rows of an inducing partition's blocks that the others are conditioned on."""
     roots: tuple[Literal["paper", "fisher", "symmetric", "eigen"], ...] = (
         "paper",
         "fisher",
@@ -163,7 +166,11 @@ class GridConfig(Settings):
         """The run that trains the network."""
         reference, place = self.reference, self.place
         return Config(
-            Estimator(reference.train_method, reference.train_subset, reference.train_outputs),
+            Estimator(
+                method=reference.train_method,
+                subset=reference.train_subset,
+                outputs=reference.train_outputs,
+            ),
             self.problem,
             Hyperparameters(
                 "scalar",

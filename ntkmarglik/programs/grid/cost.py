@@ -10,7 +10,13 @@ from ntkmarglik.machine.speed import Speed, seconds
 from ntkmarglik.programs.classify.preflight import Sizes
 from ntkmarglik.programs.grid.bound import Bound, exact_bound
 from ntkmarglik.programs.grid.config import GridConfig
-from ntkmarglik.programs.grid.evaluate import Evaluator, Reference, values_of
+from ntkmarglik.programs.grid.evaluate import (
+    CHOOSING,
+    Evaluator,
+    Reference,
+    n_blocks,
+    values_of,
+)
 
 # data points of two timings, which tell what grows with the data from what does not
 FEW, MORE = (16, 48)
@@ -53,8 +59,8 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
     seconds_of_bounds = []
     for bound in bounds:
         sizes = sizes_of(reference, bound)
-        shared = share and bound.of_kernel
-        blocks = bound.blocks(reference.data, config.place.seed, config.grid.blocks)
+        shared = share and bound.of_kernel and not bound.conditioned
+        count = n_blocks(bound, reference.data, config)
         block = speed.algebra(sizes.structure, sizes.rows, sizes.modules)
         cut = shared and bound != bounds[0]  # out of the kernel of all rows
         if cut:
@@ -69,11 +75,13 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
         if shared:
             block += BLOCK + VALUE * config.grid.points * prior
             if bound.root != "paper":  # outputs are mixed once for all blocks of the same data
+                blocks = bound.blocks(reference.data, config.place.seed, config.grid.blocks)
                 n_data_blocks = len({tuple(b.index.tolist()) for b in blocks})
                 rows = bound.subset * reference.data.n_classes
                 mixing = n_data_blocks * MIXING * speed.copy * rows**2
         evaluations = 1 if prior else config.grid.points
-        seconds_of_bounds.append((len(blocks) * block + mixing) * evaluations)
+        choosing = CHOOSING * block if bound.conditioned else 0.0
+        seconds_of_bounds.append((count * block + mixing) * evaluations + choosing)
     return seconds_of_bounds
 
 
@@ -85,6 +93,8 @@ def _pass_seconds(reference: Reference, bound: Bound, config: GridConfig) -> tup
     evaluator = Evaluator(reference, config.updated(blocks=1), share=False)
     few = min(FEW, reference.data.n_data)
     more = min(MORE, reference.data.n_data)
+    if bound.conditioned:  # a row costs as much as a datum with one output
+        bound = replace(bound, partition="random")
     chosen = values if config.grid.hyperparameter == "prior" else values[-1:]
 
     def of(n: int) -> float:

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from laplace_marglik import Block, Evidence, GaussianPrior, SpectralMarginalLikelihood
+from laplace_marglik import (
+    Block,
+    Evidence,
+    GaussianPrior,
+    InducingPartition,
+    SpectralMarginalLikelihood,
+)
+from laplace_marglik.evidence.rows import n_root_columns
+from laplace_marglik.likelihood.base import Root
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.methods import Problem
 from ntkmarglik.problem.augment import ROTATION, AffineAugmentation
@@ -21,12 +29,22 @@ from ntkmarglik.programs.grid.config import Grid, GridConfig
 from ntkmarglik.programs.grid.copies import PairedCopies
 from ntkmarglik.programs.grid.kernel import Kernel
 
+CHOOSING = 50  # evaluations that choose the inducing rows
+DRAWN = 20  # conditioned blocks that a bound is averaged over, if their number is not given
+
 
 def values_of(grid: Grid) -> list[float]:
     """The hyperparameter's values."""
     if grid.hyperparameter == "prior":
         return np.logspace(-4, 4, grid.points).tolist()
     return np.linspace(0, math.pi, grid.points).tolist()
+
+
+def n_blocks(bound: Bound, data: Dataset, config: GridConfig) -> int:
+    """Blocks that a bound is averaged over."""
+    if bound.conditioned:
+        return config.grid.blocks or DRAWN
+    return len(bound.blocks(data, config.place.seed, config.grid.blocks))
 
 
 @dataclass(frozen=True)
@@ -97,9 +115,9 @@ class Evaluator:
 
     def __call__(self, bound: Bound, values: list[float]) -> list[Evidence]:
         """The bound at each value, averaged over blocks, with its standard error."""
-        blocks = bound.blocks(self.reference.data, self.config.place.seed, self.config.grid.blocks)
         ml = self.reference.marginal_likelihood(bound, self.config.grid.kfac)
-        shared = self.share and bound.of_kernel
+        blocks = self.blocks(bound, ml)
+        shared = self.share and bound.of_kernel and not bound.conditioned
         means = []
         with torch.no_grad():
             if self.config.grid.hyperparameter == "prior":
@@ -117,6 +135,35 @@ class Evaluator:
                     evidences = [self._turned(ml, value, block) for block in blocks]
                 means.append(Evidence.mean(evidences))
         return means
+
+    def blocks(self, bound: Bound, ml: SpectralMarginalLikelihood) -> list[Block]:
+        """The blocks that a bound is averaged over."""
+        if bound.conditioned:
+            return self._conditioned_blocks(bound, ml)
+        return bound.blocks(self.reference.data, self.config.place.seed, self.config.grid.blocks)
+
+    def _conditioned_blocks(self, bound: Bound, ml: SpectralMarginalLikelihood) -> list[Block]:
+        """Random blocks with inducing rows that some evaluations have chosen.
+
+        They are chosen at the reference network's hyperparameters, and are the same for all values
+        of the grid: the bound holds for any.
+        """
+        data = self.reference.data
+        root = cast(Root, bound.root)
+        partition = InducingPartition(
+            data.n_data,
+            data.n_classes,
+            bound.subset,
+            self.config.grid.inducing,
+            n_columns=n_root_columns(ml.likelihood, torch.Size([data.n_classes]), root),
+            generator=torch.Generator().manual_seed(self.config.place.seed),
+        )
+        with torch.no_grad():
+            for _ in range(CHOOSING):
+                block = partition.sample()
+                x, y, _ = self._data(block)
+                partition.update(block, ml(x, y, block=block))
+        return [partition.sample() for _ in range(self.config.grid.blocks or DRAWN)]
 
     def _data(self, block: Block) -> tuple[Tensor, Tensor, Block]:
         """Inputs, targets and the block itself, its augmentations prepared."""

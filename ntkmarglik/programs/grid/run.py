@@ -20,7 +20,13 @@ from ntkmarglik.programs.classify.run import prepare, train
 from ntkmarglik.programs.grid.bound import Bound, bounds_of, exact_bound
 from ntkmarglik.programs.grid.config import CSV, GridConfig, parse
 from ntkmarglik.programs.grid.cost import seconds_of, shares_kernel
-from ntkmarglik.programs.grid.evaluate import Evaluator, Reference, reference_of, values_of
+from ntkmarglik.programs.grid.evaluate import (
+    Evaluator,
+    Reference,
+    n_blocks,
+    reference_of,
+    values_of,
+)
 from ntkmarglik.programs.grid.table import Table, row
 from ntkmarglik.runs import checkpoint
 from ntkmarglik.settings import check_numbers
@@ -99,7 +105,7 @@ def _fill(table: Table, evaluator: Evaluator, bounds: list[Bound], config: GridC
             bar.set_description(str(bound))
             missing = table.missing(bound, values)
             if missing:
-                used = len(bound.blocks(data, config.place.seed, config.grid.blocks))
+                used = n_blocks(bound, data, config)
                 rows = []
                 for value, evidence in zip(missing, evaluator(bound, missing), strict=True):
                     rows.append(row(hyperparameter, value, bound, evidence, data.n_data, used))
@@ -211,6 +217,6 @@ def _estimate(
     seconds = seconds_of(reference, bounds, config)
     print(f"\n{'bound':40} {'blocks':>7} {'seconds':>9}")
     for bound, time in zip(bounds, seconds, strict=True):
-        blocks = len(bound.blocks(reference.data, config.place.seed, config.grid.blocks))
+        blocks = n_blocks(bound, reference.data, config)
         print(f"{bound!s:40} {blocks:7} {time:9.1f}")
     print(f"{len(bounds)} bounds at {config.grid.points} values: about {sum(seconds):.0f} s")
