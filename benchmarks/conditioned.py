@@ -1,15 +1,15 @@
 """What conditioning on inducing rows is worth: slack at equal rows, and learning end to end.
 
-python benchmarks/conditioned.py slack
+python benchmarks/conditioned.py slack --networks digits mnist cifar
 python benchmarks/conditioned.py learn --study mnist --seeds 0 1 2
 python benchmarks/conditioned.py learn --study rotated --seeds 0
 python benchmarks/conditioned.py learn --study cifar --seeds 0
 
-`slack` trains a small network on 400 digits and compares the log-determinants of plain and
-conditioned blocks with the exact one, and their times. `learn` runs the classifier with several
-estimators, each run in a folder of its own that a later call continues, and measures the evidence
-of all of them in the same way. Rows go to csv files; what is there already is not computed again.
-Times are CPU seconds of one thread.
+`slack` compares the log-determinants of plain and conditioned blocks with the exact one, and their
+times, at a small network for 400 digits and at networks that `learn` has trained. `learn` runs the
+classifier with several estimators, each run in a folder of its own that a later call continues, and
+measures the evidence of all of them in the same way. Rows go to csv files; what is there already is
+not computed again. Times are those of one thread; of runs that share the machine they are too long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import argparse
 import csv
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from laplace_marglik import (
+    Block,
+    ClassPartition,
     Evidence,
     GaussianPrior,
     InducingPartition,
@@ -32,6 +35,7 @@ from laplace_marglik import (
     Partition,
 )
 from laplace_marglik.evidence.on_blocks import OnBlocks
+from laplace_marglik.likelihood.base import Root
 from ntkmarglik.learn.methods import METHODS, Problem
 from ntkmarglik.problem.data import load
 from ntkmarglik.programs.classify.config import Config, parse
@@ -44,7 +48,8 @@ Row = dict[str, object]
 
 N_DIGITS = 400
 DRAWS = 40  # blocks of each mean
-STEPS = (5, 20, 50, 200)  # after which the streamed inducing rows are looked at
+ROOTS: tuple[Root, ...] = ("paper", "fisher", "eigen")
+REFERENCE = "published-NTK-500-1-seed0"  # the run whose network is looked at
 
 
 def digits_network(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
@@ -78,21 +83,65 @@ def digits_network(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
     return model.double(), x.double(), y
 
 
+@dataclass
+class Network:
+    """A trained network with its prior, and its training data.
+
+    Args:
+        name: of the study.
+        model: the network.
+        prior: of its weights.
+        x: inputs.
+        y: labels.
+        n_classes: outputs of the network.
+    """
+
+    name: str
+    model: nn.Module
+    prior: GaussianPrior
+    x: Tensor
+    y: Tensor
+    n_classes: int
+
+    @staticmethod
+    def on_digits(precision: float) -> Network:
+        model, x, y = digits_network()
+        return Network("digits", model, GaussianPrior(model, "scalar", precision), x, y, 10)
+
+    @staticmethod
+    def of_run(name: str, path: Path) -> Network:
+        """That of a finished run."""
+        state = torch.load(path / "checkpoint.pt", weights_only=True)
+        config = Config().updated(**state["settings"])
+        problem = _problem(config)
+        _restore(problem, state)
+        data = problem.data
+        return Network(
+            name, problem.model, problem.prior, data.x_train, data.y_train, data.n_classes
+        )
+
+    @property
+    def n_data(self) -> int:
+        return len(self.y)
+
+
 class Slack:
     """Log-determinants of blocks of one trained network, beside the exact one."""
 
-    def __init__(self, precision: float):
-        self.precision = precision
-        self.model, self.x, self.y = digits_network()
-        self.prior = GaussianPrior(self.model, "scalar", precision)
-        self.exact = float(self.ml(None, "full")(self.x, self.y).log_det_ratio)
+    def __init__(self, network: Network):
+        self.network = network
+        with torch.no_grad():
+            exact = self.ml(None, "full")(network.x, network.y)
+        self.exact = exact.log_det_ratio.item()
 
-    def ml(self, root: str | None, structure: str = "ntk", outputs: int | None = None):
+    def ml(
+        self, root: Root | None, structure: str = "ntk", outputs: int | None = None
+    ) -> MarginalLikelihood:
         return MarginalLikelihood(
-            self.model,
+            self.network.model,
             "classification",
-            n_data=N_DIGITS,
-            prior=self.prior,
+            n_data=self.network.n_data,
+            prior=self.network.prior,
             structure=structure,
             root=root,
             outputs=outputs,
@@ -101,86 +150,121 @@ class Slack:
     def row(self, kind: str, root: str, rows: int, steps: int, evidences: list[Evidence]) -> Row:
         values = torch.stack([e.log_det_ratio.detach() for e in evidences])
         return {
+            "network": self.network.name,
             "precision": self.precision,
             "rows": rows,
             "kind": kind,
             "root": root,
             "steps": steps,
             "exact": round(self.exact, 3),
-            "slack_percent": round(100 * (float(values.mean()) / self.exact - 1), 1),
-            "std_percent": round(100 * float(values.std()) / self.exact, 1),
+            "slack_percent": round(100 * (values.mean().item() / self.exact - 1), 1),
+            "std_percent": round(100 * values.std().item() / self.exact, 1),
         }
 
-    def evaluate(self, ml: MarginalLikelihood, block) -> Evidence:
-        with torch.no_grad():
-            return ml(self.x[block.index], self.y[block.index], block=block)
+    @property
+    def precision(self) -> str:
+        precision = self.network.prior.precision.detach()
+        return f"{precision.item():g}" if precision.numel() == 1 else "learned"
 
-    def plain(self, root: str, rows: int) -> Row:
-        """Blocks of data points with one shared output."""
+    def evaluate(self, ml: MarginalLikelihood, block: Block) -> Evidence:
+        with torch.no_grad():
+            x, y = self.network.x[block.index], self.network.y[block.index]
+            return ml(x, y, block=block)
+
+    def plain(self, root: Root, rows: int, kind: str = "plain") -> Row:
+        """Blocks of data points with one shared output, at random or class by class."""
+        network = self.network
         ml = self.ml(root, outputs=1)
-        partition = Partition(N_DIGITS, 10, min(rows, N_DIGITS), 1)
-        found = []
+        partition = Partition(network.n_data, network.n_classes, rows, 1)
+        if kind == "class-wise":
+            partition = ClassPartition(network.y, network.n_classes, rows, 1)
+        evidences = []
         for number in range(DRAWS):
             if number % len(partition) == 0:
                 partition.redraw()
-            found.append(self.evaluate(ml, partition.sample()))
-        return self.row("plain", root, rows, 0, found)
+            evidences.append(self.evaluate(ml, partition.sample()))
+        return self.row(kind, root, rows, 0, evidences)
 
-    def streamed(self, root: str, rows: int) -> Iterable[Row]:
-        """Inducing rows that refresh themselves, looked at after some steps."""
+    def partition(self, root: Root, rows: int) -> InducingPartition:
+        c = self.network.n_classes
+        columns = c - 1 if root == "eigen" else c
+        return InducingPartition(self.network.n_data, c, rows, n_columns=columns)
+
+    def streamed(self, root: Root, rows: int, looks: Iterable[int]) -> Iterator[Row]:
+        """Inducing rows that refresh themselves, looked at after some evaluations."""
         ml = self.ml(root)
-        partition = InducingPartition(N_DIGITS, 10, rows, n_columns=9 if root == "eigen" else 10)
-        for step in range(max(STEPS) + 1):
-            if step == 0 or step in STEPS:
-                found = [self.evaluate(ml, partition.sample()) for _ in range(DRAWS)]
-                yield self.row("conditioned", root, rows, step, found)
+        partition = self.partition(root, rows)
+        looks = sorted(looks)
+        for step in range(looks[-1] + 1):
+            if step in looks:
+                evidences = [self.evaluate(ml, partition.sample()) for _ in range(DRAWS)]
+                yield self.row("conditioned", root, rows, step, evidences)
             block = partition.sample()
             partition.update(block, self.evaluate(ml, block))
 
-    def seconds(self, root: str, rows: int) -> Row:
-        """CPU time of an estimate with its gradient in the prior: conditioned, and plain."""
-        times = {}
-        for kind in ("plain", "conditioned"):
-            ml = self.ml(root, outputs=1 if kind == "plain" else None)
-            partition = (
-                Partition(N_DIGITS, 10, rows, 1)
-                if kind == "plain"
-                else InducingPartition(N_DIGITS, 10, rows)
-            )
+    def time_ratio(self, root: Root, rows: int) -> Row:
+        """CPU time of an estimate with its gradient in the prior, conditioned / plain."""
+        network = self.network
+        plain = Partition(network.n_data, network.n_classes, rows, 1)
+        seconds = []
+        for ml, partition in (
+            (self.ml(root, outputs=1), plain),
+            (self.ml(root), self.partition(root, rows)),
+        ):
             best = float("inf")
             for _ in range(12):
                 start = time.process_time()
                 block = partition.sample()
-                evidence = ml(self.x[block.index], self.y[block.index], block=block)
-                torch.autograd.grad(evidence.total, self.prior.log_precision)
-                if kind == "conditioned":
+                evidence = ml(network.x[block.index], network.y[block.index], block=block)
+                torch.autograd.grad(evidence.total, network.prior.log_precision)
+                if isinstance(partition, InducingPartition):
                     partition.update(block, evidence)
                 best = min(best, time.process_time() - start)
-            times[kind] = best
+            seconds.append(best)
         return {
+            "network": network.name,
             "precision": self.precision,
             "rows": rows,
-            "kind": "time of conditioned / plain",
+            "kind": "time ratio",
             "root": root,
-            "steps": 0,
-            "slack_percent": round(times["conditioned"] / times["plain"], 3),
+            "time_ratio": round(seconds[1] / seconds[0], 3),
         }
 
 
-def slack(path: Path) -> None:
-    """All comparisons of log-determinants, into a csv."""
+def slack(path: Path, runs: Path, networks: list[str]) -> None:
+    """All comparisons of log-determinants that are not in the csv yet."""
     torch.set_num_threads(1)
-    rows: list[Row] = []
+    rows = _read(path)
+    known = {row["network"] for row in rows}
+    for name in networks:
+        if name in known:
+            continue
+        for row in _slack_of(name, runs):
+            rows.append(row)
+            print(row, flush=True)
+        _write(path, rows)
+
+
+def _slack_of(name: str, runs: Path) -> Iterator[Row]:
+    if name != "digits":
+        study = Slack(Network.of_run(name, runs / name / REFERENCE))
+        for size in (50, 100, 200, 500, 1000):
+            yield from _compared(study, size, [50])
+        return
     for precision in (1.0, 10.0):
-        study = Slack(precision)
-        for size in (100, 200, 400):
-            for root in ("fisher", "eigen"):
-                rows.append(study.plain(root, size))
-                rows.extend(study.streamed(root, size))
-                rows.append(study.seconds(root, size))
-                _write(path, rows)
-                for row in rows[-7:]:
-                    print(row, flush=True)
+        study = Slack(Network.on_digits(precision))
+        for size in (50, 100, 200, 400):
+            yield from _compared(study, size, [0, 5, 20, 50, 200])
+
+
+def _compared(study: Slack, size: int, looks: list[int]) -> Iterator[Row]:
+    """Every kind of block with so many rows."""
+    for root in ROOTS:
+        yield study.plain(root, size)
+    yield study.plain("fisher", size, "class-wise")
+    for root in ("fisher", "eigen"):
+        yield from study.streamed(root, size, looks)
+        yield study.time_ratio(root, size)
 
 
 # ------------------------------------------------------------------------------------------- learn
@@ -190,9 +274,9 @@ MNIST = (
     "--lr-min 1e-9 --prior-precision 1 --eval-every 100"
 )
 ROTATED = (
-    "--dataset mnist_r180 --n-data 1000 --model mininet --epochs 150 --batch-size 250 --lr 3e-3 "
-    "--lr-min 1e-9 --prior-precision 1 --augment affine --aug-samples 8 --aug-init 0 "
-    "--frequency 1 --prior-steps 2 --aug-steps 2 --lr-aug 0.1 --eval-every 50"
+    "--dataset mnist_r180 --n-data 1000 --model mininet --epochs 150 --batch-size 250 --lr 0.003 "
+    "--prior-precision 1 --augment affine --aug-samples 8 --frequency 1 --prior-steps 4 "
+    "--aug-steps 4 --eval-every 50"
 )
 CIFAR = (
     "--dataset cifar10 --n-data 2000 --model resnet --depth 10 --width 4 --epochs 60 "
@@ -211,10 +295,12 @@ ESTIMATORS = {
     "MAP": "--method map",
 }
 FEW = ("published NTK-100-1", "published NTK-500-1", "conditioned 200, one block a round", "MAP")
+ROWS_ONLY = "conditioned 100, log-likelihood of the rows alone"
 LILA = {
-    "published NTK-100-1": "--method ntk --subset 100",
-    "Fisher NTK-100-1": "--method ntk --subset 100 --root fisher",
     "conditioned 100": "--method ntk --subset 100 --inducing 0.5",
+    ROWS_ONLY: "--method ntk --subset 100 --inducing 0.5",
+    "Fisher NTK-100-1": "--method ntk --subset 100 --root fisher",
+    "published NTK-100-1": "--method ntk --subset 100",
 }
 STUDIES: dict[str, tuple[str, dict[str, str]]] = {
     "mnist": (MNIST, ESTIMATORS),
@@ -254,18 +340,13 @@ def learned(study: str, name: str, seed: int, folder: Path) -> Row:
     out = folder / study / f"{name.replace(' ', '-').replace(',', '')}-seed{seed}"
     flags = [*settings.split(), *estimators[name].split(), "--seed", str(seed), "--threads", "1"]
     config: Config = parse([*flags, "--no-baseline", "--resume", "--out", str(out)])
-    data = load(
-        config.problem.dataset, config.problem.data_root, n_data=config.problem.n_data, seed=seed
-    )
-    problem = prepare(config, data)
+    problem = _problem(config)
+    data = problem.data
     method = METHODS[config.estimator.method](problem)
+    if name == ROWS_ONLY:
+        method.learner.on_blocks.likelihood_batch = 0
     _, summary = train(problem, method, out, name)
-    state = torch.load(out / "checkpoint.pt", weights_only=True)
-    problem.model.load_state_dict(state["model"])
-    problem.prior.load_state_dict(state["prior"])
-    if problem.augment is not None:
-        problem.augment.load_state_dict(state["augment"])
-    problem.model.eval()
+    _restore(problem, torch.load(out / "checkpoint.pt", weights_only=True))
     exact = data.n_data <= EXACT_DATA and problem.augment is None
     evidence = exact_evidence(problem) if exact else measured_evidence(problem)
     eta = summary["augmentation"]
@@ -283,6 +364,20 @@ def learned(study: str, name: str, seed: int, folder: Path) -> Row:
         "seconds_hyper": round(summary["seconds_hyper"], 1),
         "command": config.updated(out=None, resume=False, threads=0, baseline=True).command(),
     }
+
+
+def _problem(config: Config) -> Problem:
+    settings = config.problem
+    data = load(settings.dataset, settings.data_root, n_data=settings.n_data, seed=config.run.seed)
+    return prepare(config, data)
+
+
+def _restore(problem: Problem, state: dict) -> None:
+    problem.model.load_state_dict(state["model"])
+    problem.prior.load_state_dict(state["prior"])
+    if problem.augment is not None:
+        problem.augment.load_state_dict(state["augment"])
+    problem.model.eval()
 
 
 def learn(study: str, seeds: list[int], path: Path, folder: Path, only: list[str]) -> None:
@@ -319,13 +414,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("part", choices=("slack", "learn"))
     parser.add_argument("--study", choices=tuple(STUDIES), default="mnist")
+    parser.add_argument("--networks", nargs="+", default=["digits"], help="digits, mnist, cifar")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", default=[], help="names of estimators")
     parser.add_argument("--csv", type=Path, default=None)
     parser.add_argument("--runs", type=Path, default=Path("runs/conditioned"))
     given = parser.parse_args(arguments)
     parts: dict[str, Callable[[], None]] = {
-        "slack": lambda: slack(given.csv or DATA / "conditioned_slack.csv"),
+        "slack": lambda: slack(
+            given.csv or DATA / "conditioned_slack.csv", given.runs, given.networks
+        ),
         "learn": lambda: learn(
             given.study,
             given.seeds,

@@ -28,6 +28,7 @@ Runs = dict[str, tuple[list[Metrics], Metrics]]  # label -> (epochs, summary)
 # told apart with any colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
 WIDTH = 100  # of the table where there is no terminal
+SHORT = 14  # letters of a label that leave room for another beside it
 NAMED_TENSORS = 16  # so many have room for their names
 STYLE: dict[Any, Any] = {
     "font.size": 8,
@@ -184,13 +185,14 @@ def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
         shown.append(final)
         shown.extend(values)
     axes.set_xlabel("epoch")
-    axes.set_title(title)
+    banded = any(summary.get(f"{key}_interval") for _, summary in runs.values())
+    axes.set_title(f"{title} (band: where it is at the end)" if banded else title)
     finals = [summary[key] for _, summary in runs.values()]
     axes.set_ylim(*window(shown, finals))
     last = max((m["epoch"] for epochs, _ in runs.values() for m in epochs), default=1)
     axes.set_xlim(0, last)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    _legend_below(axes, columns=2)
+    _legend_below(axes, columns=2 if max(map(len, runs)) <= SHORT else 1)
 
 
 def window(values: list[float], finals: list[float]) -> tuple[float, float]:
@@ -233,7 +235,8 @@ def _precisions(axes: Axes, runs: Runs) -> None:
         axes.set_yticks(list(range(len(precisions))), list(precisions))
     else:
         axes.set_ylabel("parameter tensor, input to output")
-    axes.set_title(f"prior precision of each tensor ({label})")
+    what = "prior precision" if len(label) > SHORT else "prior precision of each tensor"
+    axes.set_title(f"{what} ({label})")
     _legend_below(axes, columns=3)
 
 

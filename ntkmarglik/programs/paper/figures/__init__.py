@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ntkmarglik.programs.paper.figures import (
     bound_slack,
+    conditioned,
     finetune,
     methods,
     pareto,
@@ -16,7 +17,17 @@ from ntkmarglik.programs.paper.figures import (
 
 FIGURES: dict[str, Callable[[Path, Path], None]] = {
     name: draw
-    for module in (methods, bound_slack, traces, pareto, subsets, scaling, sampled, finetune)
+    for module in (
+        methods,
+        bound_slack,
+        conditioned,
+        traces,
+        pareto,
+        subsets,
+        scaling,
+        sampled,
+        finetune,
+    )
     for name, draw in module.FIGURES.items()
 }
 # figures of the paper
