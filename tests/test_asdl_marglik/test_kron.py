@@ -1,6 +1,6 @@
 """Kronecker-factored curvature: exact where theory says so, naive recomputation elsewhere.
 
-Values of ordinary Linear and Conv layers in the "expand" setting are covered by test_conformance.
+Values of ordinary Linear and Conv layers in the "expand" setting are covered by test_structure.
 """
 
 import pytest

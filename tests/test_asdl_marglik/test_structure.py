@@ -25,7 +25,7 @@ BEYOND_REFERENCE_KFAC = {
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_value_with_one_two_and_all_outputs(case, structure):
     if structure == "kfac" and case.name in BEYOND_REFERENCE_KFAC:
-        pytest.skip("covered by test_kfac: the reference has no Kronecker form for these weights")
+        pytest.skip("covered by test_kron: the reference has no Kronecker form for these weights")
     for columns in (torch.tensor([1]), torch.tensor([2, 0]), None):
         ml, x, y = setup(case, structure)
         if columns is not None and len(columns) == 2 and case.name == "segmentation":
@@ -69,7 +69,7 @@ def test_value_with_columns_per_data_point(structure, root):
 @pytest.mark.parametrize("case", [c for c in CASES if c.augmentable], ids=str)
 def test_value_with_augmentation(case, structure):
     if structure == "kfac" and case.name in BEYOND_REFERENCE_KFAC:
-        pytest.skip("covered by test_kfac: the reference has no Kronecker form for these weights")
+        pytest.skip("covered by test_kron: the reference has no Kronecker form for these weights")
     augment = Shift(3).double()
     with torch.no_grad():
         augment.eta.copy_(torch.tensor([0.3, -0.2]))
