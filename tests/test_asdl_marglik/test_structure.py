@@ -7,7 +7,9 @@ A structure that is registered inherits all of it, and needs its definition in `
 import pytest
 import torch
 from cases import CASES, LIKELIHOOD_CASES, Shift
-from marginal_likelihoods import STRUCTURES, by_name, close, expected, setup
+from marginal_likelihoods import STRUCTURES, X, Y, by_name, close, expected, marglik, setup
+
+from asdl_marglik import CurvatureError, Structure, register_structure
 
 # weights that the library factorises although the naive reference does not know how (attention,
 # grouped convolutions)
@@ -99,3 +101,13 @@ def test_chunks_change_nothing(structure, chunk):
         values.append([total, *torch.autograd.grad(total, ml.hyperparameters())])
     for ours, theirs in zip(*values, strict=True):
         close(ours, theirs)
+
+
+@pytest.mark.quick
+def test_a_registered_structure_guarantees_nothing_unless_it_says_so(monkeypatch):
+    plain = Structure("plain", STRUCTURES["ntk"].parts)
+    monkeypatch.setitem(STRUCTURES, plain.name, plain)
+    assert marglik(structure="plain")(X, Y).status == "approximation"
+    assert marglik(structure="ntk")(X, Y).status == "exact"
+    with pytest.raises(CurvatureError, match="already a structure named 'plain'"):
+        register_structure(plain)
