@@ -8,7 +8,13 @@ from asdl_marglik import Arrangement, Plan, Term
 
 
 def described(plan: Plan, parts: Sequence[Term], arrangement: Arrangement) -> str:
-    """A line for each weight, and one for the passes."""
+    """A line for each weight, and one for the passes.
+
+    Args:
+        plan: of the network.
+        parts: terms of the log-determinant.
+        arrangement: of the passes in memory.
+    """
     labels = {name: part.label for part in parts for name in part.names}
     width = max(len(name) for name in ("parameter", *plan.weights))
     lines = [f"{'parameter':<{width}}  {'size':>10}  {'rows by':<26}  curvature"]
