@@ -1,5 +1,4 @@
-"""Sampled linearised Laplace on real data beside MAP and the bounds: precision, predictions, cost
-of an EM step.
+"""Sampled linearised Laplace beside MAP and the bounds: precision, predictions, cost of a step.
 
 python benchmarks/sampled.py digits mnist cifar10 --data-root data      rows of
 illustrations/data/sampled.csv MALLOC_MMAP_THRESHOLD_=1000000 python benchmarks/sampled.py memory
@@ -225,9 +224,7 @@ def predicted(posterior: SampledLaplace, x: Tensor, y: Tensor) -> dict[str, floa
 
 
 def scores(name: str, samples: Tensor, y: Tensor) -> dict[str, float]:
-    """Test accuracy, log-likelihood (also of several labels together) and calibration error of
-    outputs [k, n, C].
-    """
+    """Test accuracy, log-likelihood (of joint labels too), calibration of outputs [k, n, C]."""
     log_p = samples.double().log_softmax(2)
     found = metrics(torch.logsumexp(log_p, 0), y)
     own = log_p.gather(2, y.expand(len(log_p), -1).unsqueeze(2)).squeeze(2)
@@ -236,9 +233,7 @@ def scores(name: str, samples: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def memory(samples: int = 8) -> str:
-    """Peak of fit and an EM step of a residual network, next to (3 k + 2) P numbers and a training
-    step.
-    """
+    """Peak of fit and EM step of a ResNet, beside (3 k + 2) P numbers and a training step."""
     model = build("resnet_norm", (3, 32, 32), 10, depth=18, width=32)
     x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
     prior = GaussianPrior(model, "scalar", 100.0)
@@ -267,9 +262,7 @@ def memory(samples: int = 8) -> str:
 
 
 def _alive(function: Callable[[], object]) -> int:
-    """Most bytes of tensors made by a function that were alive together: what an allocator keeps is
-    not counted.
-    """
+    """Most bytes of tensors that were alive together, without what an allocator keeps."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     found = [

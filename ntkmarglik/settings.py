@@ -1,6 +1,4 @@
-"""What every program's settings can do: read flags and yaml files, refuse numbers outside their
-range, and give the command that makes them again.
-"""
+"""What every program's settings can do: be read from flags and yaml, checked, and written again."""
 
 from __future__ import annotations
 
@@ -201,9 +199,7 @@ def _plain(value: Any) -> Any:
 
 
 def parse_as(kind: type[S], arguments: Sequence[str] | None = None) -> S:
-    """Settings from flags; `--config file.yaml` stands for the flags in that file, and later flags
-    override it.
-    """
+    """Settings from flags; `--config file.yaml` stands for its flags, later flags override it."""
     if arguments is None:
         arguments = sys.argv[1:]
     return tyro.cli(

@@ -41,9 +41,7 @@ by_name = {case.name: case for case in [*CASES, *LIKELIHOOD_CASES]}
 
 
 def setup(case, structure, *, prior="layerwise", augment=None, **options):
-    """A marginal likelihood with a non-trivial prior, its data, and the reference's arguments for
-    the same thing.
-    """
+    """A marginal likelihood with a non-trivial prior, and its data."""
     model, x, y = case.make()
     model.eval()
     torch.manual_seed(3)

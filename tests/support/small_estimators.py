@@ -24,9 +24,7 @@ KINDS = [
 
 
 class Net(nn.Module):
-    """Strides, a pooling, few positions in the second layer and many in the first, scalars, and a
-    linear map.
-    """
+    """Strides, pooling, layers of few and of many positions, scalars, and a linear map."""
 
     def __init__(self):
         super().__init__()

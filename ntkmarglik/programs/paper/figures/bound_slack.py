@@ -1,5 +1,4 @@
-"""Bounds of the evidence against a hyperparameter (figures 3 to 6 and 12 of the paper), from the
-csv of bound_grid.py.
+"""Bounds of the evidence against a hyperparameter (figures 3 to 6 and 12), from bound_grid.py.
 
 Black is the exact value, a dot the maximum of a curve: the value of the hyperparameter that the
 bound would choose. Shaded: one standard error over blocks. How far a curve lies below the black one
@@ -92,9 +91,7 @@ def grouped(folder: Path, target: Path) -> None:
 
 
 def roots(folder: Path, target: Path) -> None:
-    """Single outputs with each root of the likelihood's curvature, blocks of 50: the published one
-    is no bound.
-    """
+    """Single outputs with each root of the curvature, blocks of 50: the paper's is no bound."""
     _draw(
         target,
         folder,
@@ -134,9 +131,7 @@ def _look(label: str) -> tuple[str, str]:
 
 
 def _draw(target: Path, folder: Path, *panels: Chosen, titles: tuple[str, ...] = ("",)) -> None:
-    """A panel for each hyperparameter there are data of, side by side; of two kinds of blocks, one
-    row for each.
-    """
+    """A panel for each hyperparameter with data, side by side; a row for each kind of blocks."""
     files = [name for name in FILES if (folder / name).exists()] or [FILES[0]]
     lines, across = (1, len(files)) if len(panels) == 1 else (len(files), len(panels))
     with plt.rc_context(STYLE):  # type: ignore[arg-type]
@@ -173,9 +168,7 @@ def _described(commands: list[str]) -> str:
 
 
 def _curves(rows: list[Row], chosen: Chosen) -> dict[str, np.ndarray]:
-    """Value, evidence per datum and its standard error [points, 3] of each curve, smaller blocks
-    first.
-    """
+    """Value, evidence per datum, standard error [points, 3] of each curve, small blocks first."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for row in sorted(rows, key=lambda row: int(row["subset"])):
         exact = row["status"] == "exact"
