@@ -129,15 +129,17 @@ def cotangents_per_datum(rows: Rows, k: int) -> int:
     return len(rows.directions) if isinstance(rows, Contrasts) else k
 
 
-def draw_columns(n: int, n_outputs: int, k: int, iid: bool, generator: torch.Generator) -> Tensor:
+def draw_columns(
+    n: int, n_outputs: int, k: int, generator: torch.Generator, *, iid: bool
+) -> Tensor:
     """Random distinct columns [n, k].
 
     Args:
         n: data points.
         n_outputs: root columns that there are.
         k: root columns of each datum.
-        iid: drawn for each data point, instead of the same for all.
         generator: of the draws.
+        iid: drawn for each data point, instead of the same for all.
     """
     if k == n_outputs:
         return torch.arange(n_outputs).expand(n, -1)
