@@ -111,19 +111,7 @@ def study(settings: Study, data_root: str) -> dict[str, object]:
     loader = list(
         zip(data.x_train.split(settings.batch), data.y_train.split(settings.batch), strict=True)
     )
-    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
-
-    def epoch() -> None:
-        for index in torch.randperm(data.n_data).split(settings.batch):
-            optimizer.zero_grad()
-            ml.map_loss(data.x_train[index], data.y_train[index]).backward()
-            optimizer.step()
-
-    epoch_seconds = (
-        _cpu_seconds(lambda: [epoch() for _ in range(settings.epochs)]) / settings.epochs
-    )
-    model.eval()
-    optimizer.zero_grad(set_to_none=True)
+    epoch_seconds = trained(settings, ml, data)
     row: dict[str, object] = {
         "dataset": settings.dataset,
         "model": settings.model,
@@ -141,21 +129,44 @@ def study(settings: Study, data_root: str) -> dict[str, object]:
     for curvature in CURVATURES:
         with torch.no_grad():
             prior.log_precision.fill_(math.log(settings.start))
-        posterior = SampledLaplace(
-            model,
-            "classification",
-            n_data=data.n_data,
-            prior=prior,
-            samples=settings.samples,
-            curvature=curvature,
-            solver=ConjugateGradients(settings.tolerance, settings.passes),
-            together=settings.samples,
-            exclude=settings.exclude,
-        )
+        posterior = unfitted(settings, ml, curvature)
         learned = learn(settings, posterior, loader, epoch_seconds) | predicted(posterior, x, y)
         row |= {f"{curvature}_{name}": value for name, value in learned.items()}
         print(", ".join(f"{name}={value}" for name, value in row.items()), flush=True)
     return row
+
+
+def unfitted(
+    settings: Study, ml: MarginalLikelihood, curvature: Literal["outputs", "averaged"]
+) -> SampledLaplace:
+    """A posterior that has no samples yet."""
+    return SampledLaplace(
+        ml.model,
+        "classification",
+        n_data=ml.n_data,
+        prior=ml.prior,
+        samples=settings.samples,
+        curvature=curvature,
+        solver=ConjugateGradients(settings.tolerance, settings.passes),
+        together=settings.samples,
+        exclude=settings.exclude,
+    )
+
+
+def trained(settings: Study, ml: MarginalLikelihood, data: Dataset) -> float:
+    """Train the weights; returns the CPU seconds of an epoch."""
+    optimizer = torch.optim.Adam(ml.model.parameters(), 2e-3)
+
+    def epoch() -> None:
+        for index in torch.randperm(data.n_data).split(settings.batch):
+            optimizer.zero_grad()
+            ml.map_loss(data.x_train[index], data.y_train[index]).backward()
+            optimizer.step()
+
+    seconds = _cpu_seconds(lambda: [epoch() for _ in range(settings.epochs)])
+    ml.model.eval()
+    optimizer.zero_grad(set_to_none=True)
+    return seconds / settings.epochs
 
 
 def learn(
