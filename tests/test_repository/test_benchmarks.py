@@ -21,7 +21,7 @@ def few_repetitions(monkeypatch):
 
 
 def read(path):
-    return list(csv.DictReader(path.open()))
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def test_scaling_measures_every_axis_and_draws_it(tmp_path):
