@@ -4,9 +4,7 @@ import warnings
 
 import pytest
 import torch
-from small_estimators import (
-    TOLERANCE,
-)
+from small_estimators import TOLERANCE
 from small_networks import randn
 
 from asdl_marglik.linalg import (

@@ -187,9 +187,6 @@ def test_a_network_of_operations_without_a_rule(structure):
     torch.testing.assert_close(gradient, truth, rtol=1e-5, atol=1e-6)
 
 
-every_structure = pytest.mark.parametrize("structure", STRUCTURES)
-
-
 def unusual():
     torch.manual_seed(0)
     return {
@@ -199,7 +196,7 @@ def unusual():
     }
 
 
-@every_structure
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", ["prelu", "glu", "weight_norm"])
 def test_models_without_a_rule_go_sample_by_sample(name, structure):
     ml = marglik(unusual()[name].double(), structure=structure)
@@ -214,9 +211,9 @@ def test_models_without_a_rule_go_sample_by_sample(name, structure):
         assert_reference_value(ml, randn(n, 4), LABELS[:n])
 
 
-@every_structure
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", ["prelu", "glu", "weight_norm"])
-def test_and_have_gradients(name, structure):
+def test_models_without_a_rule_have_gradients(name, structure):
     ml = marglik(unusual()[name].double(), structure=structure, augment=Shift(2))
     total = lambda: ml(randn(6, 4), LABELS, torch.tensor([1])).total  # noqa: E731
     (gradient,) = torch.autograd.grad(total(), ml.augment.eta)

@@ -5,19 +5,11 @@ import pytest
 import torch
 from cases import Jitter
 from marginal_likelihoods import X, Y, marglik
-from small_estimators import (
-    KINDS,
-    assert_same,
-    estimator,
-    evaluated,
-    large,
-)
+from small_estimators import KINDS, assert_same, estimator, evaluated, large
 from small_networks import mlp
 from torch import nn
 
-from asdl_marglik import (
-    CurvatureError,
-)
+from asdl_marglik import CurvatureError
 
 
 @pytest.mark.parametrize("structure, kfac", KINDS)

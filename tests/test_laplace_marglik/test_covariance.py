@@ -4,10 +4,7 @@ import torch
 from small_networks import GROUPS, mlp, randn
 from variational_objectives import objective
 
-from laplace_marglik import (
-    GaussianPrior,
-    LowRankCovariance,
-)
+from laplace_marglik import GaussianPrior, LowRankCovariance
 
 
 def test_a_covariance_without_a_factor_is_diagonal_and_the_identity_changes_nothing():

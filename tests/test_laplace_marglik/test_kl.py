@@ -8,9 +8,7 @@ from small_networks import GROUPS, mlp, randn
 from torch.distributions import MultivariateNormal, kl_divergence
 from variational_objectives import low_rank, objective
 
-from laplace_marglik import (
-    GaussianPrior,
-)
+from laplace_marglik import GaussianPrior
 
 PRIORS = {
     "scalar": lambda model: GaussianPrior(model, "scalar", 2.0),

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd.functional import hessian
 
 import laplace_marglik
-from laplace_marglik import (
-    Categorical,
-    FromLogProb,
-    Gaussian,
-    MarglikError,
-)
+from laplace_marglik import Categorical, FromLogProb, Gaussian, MarglikError
 
 NAN, INF = float("nan"), float("inf")
 

@@ -4,10 +4,7 @@ import pytest
 import torch
 from small_networks import mlp
 
-from laplace_marglik import (
-    GaussianPrior,
-    MarglikError,
-)
+from laplace_marglik import GaussianPrior, MarglikError
 
 NAN, INF = float("nan"), float("inf")
 
