@@ -88,7 +88,7 @@ def expected(ml, case, x, y, columns, *, sharing="expand", blocks="module"):
         structure=ml.structure,
         n_data=N_DATA,
         columns=columns,
-        root=ml.root,
+        root=ml.root or "paper",
         mean=means,
         names=names,
         blocks=block_maker(ml.model, names),
