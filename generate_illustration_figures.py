@@ -31,9 +31,7 @@ def refresh(source: str, runs: Path, project: str, data: Path) -> None:
 
 
 def draw(names: list[str], data: Path, out: Path) -> int:
-    """Draw the named figures, or all that have their data; returns how many of the named could not
-    be drawn.
-    """
+    """Draw the named figures, or all that have data; returns how many named ones were not drawn."""
     failed = 0
     out.mkdir(parents=True, exist_ok=True)
     for name in dict.fromkeys(NUMBERS.get(name, name) for name in names) or FIGURES:

@@ -155,9 +155,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes at R ranks: core seconds of the busiest, and operations that every rank
-    repeats.
-    """
+    """A step at R ranks: core seconds of the busiest, and operations that every rank repeats."""
 
     shared: Callable[[int], float]
     repeated: Callable[[int], float]  # operations
@@ -178,9 +176,7 @@ class Step:
 
 
 def steps(seconds: dict[str, float], *, weak: bool) -> dict[str, Step]:
-    """ResNet-18 and CIFAR-10: work for all ranks together, fixed, or (weak) in proportion to their
-    number.
-    """
+    """ResNet-18 and CIFAR-10: work that is fixed, or (weak) in proportion to the ranks."""
     s = setup(Case("resnet", "ntk", 2))
     weights = dict(s.model.named_parameters())
     p, g = sum(w.numel() for w in weights.values()), len(weights)
@@ -222,9 +218,7 @@ def steps(seconds: dict[str, float], *, weak: bool) -> dict[str, Step]:
 
 
 def table(seconds: dict[str, float], cluster: Cluster) -> str:
-    """Efficiencies in per cent: of R ranks, against R times one (strong), or one with its share of
-    the work (weak).
-    """
+    """Efficiencies of R ranks in per cent, against one with all work (strong) or its share."""
     lines = [
         "| step | scaling |" + "".join(f" {r} |" for r in RANKS),
         "|" + "---|" * (len(RANKS) + 2),
@@ -241,9 +235,7 @@ def table(seconds: dict[str, float], cluster: Cluster) -> str:
 
 
 def single_rank_seconds() -> dict[str, float]:
-    """Core seconds per datum of a training step and of estimates with an augmentation, and of one
-    operation.
-    """
+    """Core seconds per datum of a training step and of estimates, and those of one operation."""
     ntk, step = measure.timed(Case("resnet", "ntk", 16, copies=1))
     kfac, _ = measure.timed(Case("resnet", "kfac", 16, copies=1, outputs=None, n_data=16))
     a = torch.randn(512, 2048)

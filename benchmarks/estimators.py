@@ -20,9 +20,7 @@ PRIOR_STEPS = 50
 
 @dataclass
 class Row:
-    """A measurement: so many `unit`s, so many megabytes, and what both should be (nan: no
-    target).
-    """
+    """A measurement in `unit`s, megabytes, and what both should be (nan: no target)."""
 
     estimator: str
     units: float
@@ -126,9 +124,7 @@ def _short(case: Case) -> str:
 
 
 def cached(case: Case, memory: bool) -> Iterator[Row]:
-    """A further prior step on a cached block in milliseconds, and 50 of them in passes over the
-    block.
-    """
+    """Milliseconds of a further prior step on a cached block, and 50 in passes over the block."""
     s = setup(case)
     s.ml.describe(s.x)
     evidence = s.ml.cached(s.x, s.y)

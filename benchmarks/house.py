@@ -1,4 +1,4 @@
-"""How the code reads: expressions per line of each package, and the files that one estimate visits.
+"""How the code reads: expressions per line, long functions, and the files one estimate visits.
 
 python benchmarks/house.py
 
@@ -28,6 +28,7 @@ PACKAGES = {
     "laplace_marglik": ROOT / "dependencies/laplace/laplace_marglik",
     "ntkmarglik": ROOT / "ntkmarglik",
 }
+LONGEST = 40  # lines of a function
 
 
 def density(folder: Path) -> float:
@@ -46,7 +47,25 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     found: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            found.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            found |= _lines(node)
+    return found
+
+
+def _lines(node: ast.stmt) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def long_functions(folder: Path) -> list[str]:
+    """Functions of more than LONGEST lines, docstrings not counted, as `file:line name`."""
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = _lines(node)
+                if ast.get_docstring(node) is not None:
+                    lines -= _lines(node.body[0])
+                if len(lines) > LONGEST:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     return found
 
 
@@ -87,6 +106,10 @@ def main() -> None:
     print("expressions per line of code")
     for name, folder in PACKAGES.items():
         print(f"  {name:<16} {density(folder):.2f}")
+    print(f"functions of more than {LONGEST} lines")
+    for name, folder in PACKAGES.items():
+        found = long_functions(folder)
+        print(f"  {name:<16} {len(found)} {', '.join(found)}".rstrip())
     print("functions / files / changes of file of one estimate")
     for structure in STRUCTURES:
         print(f"  {structure:<16} {' / '.join(map(str, walk(estimate(structure))))}")

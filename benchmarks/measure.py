@@ -1,5 +1,4 @@
-"""Time in units of a plain training step on the same inputs; memory as a fresh process's peak above
-its start.
+"""Time in units of a plain training step; memory as the peak of a fresh process above its start.
 
 An operation is a function from a case to something to call: what it prepares is not measured, the
 call is. `python benchmarks/measure.py module:operation CASE` measures the memory of one operation
@@ -40,9 +39,7 @@ SHORT, LONG = (1.0, 5.0)
 
 @dataclass(frozen=True)
 class Case:
-    """One estimator on one model: what is estimated, from how many data points, copies and
-    outputs.
-    """
+    """One estimator on one model, with the numbers of data points, copies and outputs."""
 
     model: str
     structure: str
@@ -122,9 +119,7 @@ def estimate(case: Case) -> Callable[[], object]:
 
 
 def full_batch(case: Case) -> Callable[[], object]:
-    """The evidence of one block of all `subset` data, streamed, and its gradient in all
-    hyperparameters.
-    """
+    """The evidence of one streamed block of all `subset` data, and its gradient."""
     s = setup(replace(case, n_data=case.subset))
     s.ml.describe(s.x[:2])
     loader = list(zip(s.x.split(BATCH), s.y.split(BATCH), strict=True))
@@ -150,9 +145,7 @@ def training_step(case: Case) -> Callable[[], object]:
 
 
 def elbo_step(case: Case) -> Callable[[], object]:
-    """The data-emphasised ELBO and its gradient in weights and posterior width, on the inputs of a
-    training step.
-    """
+    """The data-emphasised ELBO and its gradient, on the inputs of a training step."""
     s = setup(case)
     objective = DataEmphasizedELBO(s.model, "classification", n_data=s.ml.n_data, prior=s.ml.prior)
 
@@ -171,9 +164,7 @@ def timed(case: Case, operation: Operation = estimate) -> tuple[float, float]:
 
 
 def cpu_seconds(*functions: Callable[[], object], repeats: int = 3) -> list[float]:
-    """The least CPU time of each function, measured in two rounds so that a busy moment does not
-    favour one of them.
-    """
+    """The least CPU time of each function, of two rounds: a busy moment favours none of them."""
     least = [math.inf] * len(functions)
     for _ in range(2):
         for index, function in enumerate(functions):
@@ -189,9 +180,7 @@ def cpu_seconds(*functions: Callable[[], object], repeats: int = 3) -> list[floa
 
 
 def peak_mb(operation: Operation, case: Case) -> float:
-    """Peak megabytes of an operation of a benchmark script, above the level before its call, in a
-    fresh process.
-    """
+    """Peak megabytes of an operation of a benchmark script above its start, in a fresh process."""
     module = Path(
         sys.modules[operation.__module__].__file__ or ""
     ).stem  # also when that is the running script
@@ -205,9 +194,7 @@ def peak_mb(operation: Operation, case: Case) -> float:
 
 
 def peak_above_start(function: Callable[[], object]) -> int:
-    """Bytes by which this process's resident memory rose above its present level while `function`
-    ran.
-    """
+    """Bytes by which resident memory rose above its present level while `function` ran."""
     status = Path("/proc/self/clear_refs")
     before = psutil.Process().memory_info().rss
     status.write_text("5")  # resets the peak counter

@@ -1,5 +1,4 @@
-"""Ours, laplace-torch and plain torch.func side by side: `python benchmarks/peers.py [--only TEXT]
-[--csv FILE]`.
+"""Ours, laplace-torch and torch.func: `python benchmarks/peers.py [--only TEXT] [--csv FILE]`.
 
 Every method computes an evidence and its gradient in one log precision per weight tensor; only ours
 and torch.func also in the six affine ranges: laplace-torch gives no gradient in the augmentation.
@@ -26,9 +25,7 @@ MISSING = "not installed: pip install --no-deps -r requirements-laplace.txt"
 
 
 def naive(case: Case) -> Callable[[], object]:
-    """NTK evidence from torch.func: per-sample Jacobians, their Gram matrices, and autograd through
-    everything.
-    """
+    """NTK evidence from torch.func: per-sample Jacobians, Gram matrices, autograd through both."""
     s = setup(case)
     prior = s.ml.prior
     augment = s.ml.augment
@@ -64,9 +61,7 @@ def naive(case: Case) -> Callable[[], object]:
 
 
 def _kron_laplace(case: Case, backend: str) -> Callable[[], object]:
-    """laplace-torch's evidence of all data with Kronecker factors, differentiated in the prior
-    precisions.
-    """
+    """laplace-torch's Kronecker-factored evidence of all data, and its gradient in the prior."""
     from laplace import KronLaplace, curvature
 
     s = setup(replace(case, n_data=case.subset))

@@ -1,5 +1,4 @@
-"""Sampled linearised Laplace on real data beside MAP and the bounds: precision, predictions, cost
-of an EM step.
+"""Sampled linearised Laplace beside MAP and the bounds: precision, predictions, cost of a step.
 
 python benchmarks/sampled.py digits mnist cifar10 --data-root data      rows of
 illustrations/data/sampled.csv MALLOC_MMAP_THRESHOLD_=1000000 python benchmarks/sampled.py memory
@@ -112,19 +111,7 @@ def study(settings: Study, data_root: str) -> dict[str, object]:
     loader = list(
         zip(data.x_train.split(settings.batch), data.y_train.split(settings.batch), strict=True)
     )
-    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
-
-    def epoch() -> None:
-        for index in torch.randperm(data.n_data).split(settings.batch):
-            optimizer.zero_grad()
-            ml.map_loss(data.x_train[index], data.y_train[index]).backward()
-            optimizer.step()
-
-    epoch_seconds = (
-        _cpu_seconds(lambda: [epoch() for _ in range(settings.epochs)]) / settings.epochs
-    )
-    model.eval()
-    optimizer.zero_grad(set_to_none=True)
+    epoch_seconds = trained(settings, ml, data)
     row: dict[str, object] = {
         "dataset": settings.dataset,
         "model": settings.model,
@@ -142,21 +129,44 @@ def study(settings: Study, data_root: str) -> dict[str, object]:
     for curvature in CURVATURES:
         with torch.no_grad():
             prior.log_precision.fill_(math.log(settings.start))
-        posterior = SampledLaplace(
-            model,
-            "classification",
-            n_data=data.n_data,
-            prior=prior,
-            samples=settings.samples,
-            curvature=curvature,
-            solver=ConjugateGradients(settings.tolerance, settings.passes),
-            together=settings.samples,
-            exclude=settings.exclude,
-        )
+        posterior = unfitted(settings, ml, curvature)
         learned = learn(settings, posterior, loader, epoch_seconds) | predicted(posterior, x, y)
         row |= {f"{curvature}_{name}": value for name, value in learned.items()}
         print(", ".join(f"{name}={value}" for name, value in row.items()), flush=True)
     return row
+
+
+def unfitted(
+    settings: Study, ml: MarginalLikelihood, curvature: Literal["outputs", "averaged"]
+) -> SampledLaplace:
+    """A posterior that has no samples yet."""
+    return SampledLaplace(
+        ml.model,
+        "classification",
+        n_data=ml.n_data,
+        prior=ml.prior,
+        samples=settings.samples,
+        curvature=curvature,
+        solver=ConjugateGradients(settings.tolerance, settings.passes),
+        together=settings.samples,
+        exclude=settings.exclude,
+    )
+
+
+def trained(settings: Study, ml: MarginalLikelihood, data: Dataset) -> float:
+    """Train the weights; returns the CPU seconds of an epoch."""
+    optimizer = torch.optim.Adam(ml.model.parameters(), 2e-3)
+
+    def epoch() -> None:
+        for index in torch.randperm(data.n_data).split(settings.batch):
+            optimizer.zero_grad()
+            ml.map_loss(data.x_train[index], data.y_train[index]).backward()
+            optimizer.step()
+
+    seconds = _cpu_seconds(lambda: [epoch() for _ in range(settings.epochs)])
+    ml.model.eval()
+    optimizer.zero_grad(set_to_none=True)
+    return seconds / settings.epochs
 
 
 def learn(
@@ -225,9 +235,7 @@ def predicted(posterior: SampledLaplace, x: Tensor, y: Tensor) -> dict[str, floa
 
 
 def scores(name: str, samples: Tensor, y: Tensor) -> dict[str, float]:
-    """Test accuracy, log-likelihood (also of several labels together) and calibration error of
-    outputs [k, n, C].
-    """
+    """Test accuracy, log-likelihood (of joint labels too), calibration of outputs [k, n, C]."""
     log_p = samples.double().log_softmax(2)
     found = metrics(torch.logsumexp(log_p, 0), y)
     own = log_p.gather(2, y.expand(len(log_p), -1).unsqueeze(2)).squeeze(2)
@@ -236,9 +244,7 @@ def scores(name: str, samples: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def memory(samples: int = 8) -> str:
-    """Peak of fit and an EM step of a residual network, next to (3 k + 2) P numbers and a training
-    step.
-    """
+    """Peak of fit and EM step of a ResNet, beside (3 k + 2) P numbers and a training step."""
     model = build("resnet_norm", (3, 32, 32), 10, depth=18, width=32)
     x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
     prior = GaussianPrior(model, "scalar", 100.0)
@@ -267,9 +273,7 @@ def memory(samples: int = 8) -> str:
 
 
 def _alive(function: Callable[[], object]) -> int:
-    """Most bytes of tensors made by a function that were alive together: what an allocator keeps is
-    not counted.
-    """
+    """Most bytes of tensors that were alive together, without what an allocator keeps."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     found = [

@@ -69,7 +69,8 @@ def measured(axis: str, value: int, case: Case, memory: bool) -> dict[str, objec
     }
 
 
-def main() -> None:
+def flags() -> argparse.Namespace:
+    """The flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +92,11 @@ def main() -> None:
         const=ROOT / "illustrations" / "scaling.png",
         help="draw here",
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = flags()
     if arguments.small:
         measure.SHORT = 0.0
     rows = []

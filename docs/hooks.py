@@ -1,6 +1,4 @@
-"""Hooks of mkdocs: pages show the pictures and the claims page of illustrations/, which lie beside
-docs/.
-"""
+"""Hooks of mkdocs: pages show the pictures and the claims page of illustrations/."""
 
 from __future__ import annotations
 

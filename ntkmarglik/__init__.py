@@ -1,3 +1,1 @@
-"""The experiment library: data, models, augmentation, training and reports on top of
-`laplace_marglik`.
-"""
+"""The experiment library on top of `laplace_marglik`: data, models, training and reports."""

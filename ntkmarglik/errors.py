@@ -2,6 +2,4 @@
 
 
 class NtkMarglikError(Exception):
-    """A problem the user can fix: the message says what was expected, what came and what to do
-    about it.
-    """
+    """A problem the user can fix: the message says what was expected, what came, and the fix."""

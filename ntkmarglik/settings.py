@@ -1,6 +1,4 @@
-"""What every program's settings can do: read flags and yaml files, refuse numbers outside their
-range, and give the command that makes them again.
-"""
+"""What every program's settings can do: be read from flags and yaml, checked, and written again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Evaluate bounds of the evidence over a grid of prior precisions or rotation ranges: see
---help.
-"""
+"""Evaluate bounds of the evidence over a grid of a hyperparameter: see --help."""
 
 import sys
 

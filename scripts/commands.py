@@ -24,9 +24,7 @@ __all__ = ["Experiment", "Printable", "Scale", "print_commands", "runs"]
 
 
 class Printable(Protocol):
-    """What a generator prints: a heading, and commands for some seeds with settings of the place
-    they run in.
-    """
+    """What a generator prints: a heading, and commands for some seeds and the place they run in."""
 
     def heading(self, scale: Scale, seeds: Sequence[int]) -> list[str]: ...
 

@@ -1,5 +1,4 @@
-"""Fine-tune small networks by several methods, and compare accuracy and time: one row per run as
-csv, and a table.
+"""Fine-tune small networks by several methods; prints accuracy and time as csv and a table.
 
 python scripts/make_small_checkpoints.py convnext bert && python scripts/compare_finetuning.py
 

@@ -1,5 +1,4 @@
-"""Commands of Figures 1, 3-6 and 8-13: bounds on MNIST-1000 over grids, and priors and invariances
-learned with them.
+"""Commands of Figures 1, 3-6 and 8-13: bounds on MNIST-1000 over grids and learned with.
 
 python scripts/generate_bound_commands.py > scripts/bound_commands.sh
 """
@@ -99,9 +98,7 @@ class Grid:
         return lines
 
     def commands(self, root: Path, seeds: Sequence[int], **place: object) -> Iterator[str]:
-        """One line for each part, to be run in this order; the network has its own seed, and there
-        is no mirror.
-        """
+        """A line for each part, to be run in this order; the network has its own seed."""
         for config in self.configs:
             where = {
                 "out": root / self.name,

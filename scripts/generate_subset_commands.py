@@ -1,5 +1,4 @@
-"""Commands of Figures 7 and 14-16: invariances from subsets of CIFAR-10 and its transformed
-variants.
+"""Commands of Figures 7 and 14-16: invariances from subsets of transformed CIFAR-10.
 
 python scripts/generate_subset_commands.py > scripts/subset_commands.sh
 """

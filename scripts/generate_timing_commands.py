@@ -1,5 +1,4 @@
-"""Commands of the runtimes in Figures 1 and 13: one estimate and its gradient for every bound on
-MNIST-1000.
+"""Commands of the runtimes in Figures 1 and 13: one estimate and gradient for every bound.
 
 python scripts/generate_timing_commands.py > scripts/timing_commands.sh    (run them one after the
 other)

@@ -7,9 +7,7 @@ from commands import Experiment, Scale, print_commands, runs
 
 
 def experiments(scale: Scale) -> list[Experiment]:
-    """Both blocks of the table; Augerino, whose number the paper takes from elsewhere, is run
-    too.
-    """
+    """Both blocks of the table, and Augerino, whose number the paper takes from elsewhere."""
     prior = runs(["tiny"], scale, ("MAP", "NTK-400-1", "KFAC-400-1"))
     lila = ["tiny-lila"]
     invariance = (

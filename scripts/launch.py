@@ -1,7 +1,8 @@
 """Run a file of commands as jobs, here or on a SLURM cluster, until every line is done.
 
-python scripts/generate_cifar_commands.py > scripts/cifar_commands.sh python scripts/launch.py
-scripts/cifar_commands.sh --executor slurm --gpus 1 --partition gpu --time 12:00:00 --array
+    python scripts/generate_cifar_commands.py > scripts/cifar_commands.sh
+    python scripts/launch.py scripts/cifar_commands.sh --executor slurm --gpus 1 --partition gpu \
+        --time 12:00:00 --array
 
 Finished lines are skipped, failed ones tried again from their checkpoints. Jobs do not need the
 launcher: after Ctrl-C, or if it dies, they go on, and the same command finds them again; with
@@ -32,6 +33,7 @@ from ntkmarglik.runs import records
 
 if TYPE_CHECKING:
     from ntkmarglik.programs.launch.executors import Executor
+    from ntkmarglik.programs.launch.sweep import Sweep
 
 LEFT_RUNNING = """
 interrupted: submitted jobs go on, lines not yet submitted wait. The same command follows them
@@ -130,7 +132,7 @@ def launch(given: argparse.Namespace) -> bool:
     lines = read_lines(given.table)
     if importlib.util.find_spec("submitit") is None:
         raise NtkMarglikError("The launcher needs submitit: pip install 'ntk-marglik[launch]'")
-    from ntkmarglik.programs.launch.board import Board, heading
+    from ntkmarglik.programs.launch.board import heading
     from ntkmarglik.programs.launch.sweep import Sweep
 
     folder = given.table.with_suffix(".launch")
@@ -143,20 +145,7 @@ def launch(given: argparse.Namespace) -> bool:
                     "launched again"
                 )
                 return True
-            print(
-                f"{given.table}: {heading(sweep)}; {sweep.submitted} jobs from before. Ctrl-C "
-                "leaves jobs running.",
-                flush=True,
-            )
-            for command in sweep.removed:
-                print(
-                    "warning: a job of a line that is no longer in the file goes on (--stop ends "
-                    f"it): {command}"
-                )
-            with Board(sweep) as board:
-                while not sweep.over:
-                    board.show(sweep.step())
-                    time.sleep(0 if sweep.over else given.every)
+            follow(sweep, given.table, given.every)
     except BlockingIOError:
         raise NtkMarglikError(
             f"Another launcher follows {given.table}; there can be one at a time."
@@ -169,7 +158,28 @@ def launch(given: argparse.Namespace) -> bool:
     return not sweep.counts()["failed"]
 
 
-def main() -> int:
+def follow(sweep: Sweep, table: Path, every: float) -> None:
+    """Show the state of the lines, again and again, until all are at their end."""
+    from ntkmarglik.programs.launch.board import Board, heading
+
+    print(
+        f"{table}: {heading(sweep)}; {sweep.submitted} jobs from before. Ctrl-C leaves jobs "
+        "running.",
+        flush=True,
+    )
+    for command in sweep.removed:
+        print(
+            "warning: a job of a line that is no longer in the file goes on (--stop ends it): "
+            f"{command}"
+        )
+    with Board(sweep) as board:
+        while not sweep.over:
+            board.show(sweep.step())
+            time.sleep(0 if sweep.over else every)
+
+
+def arguments() -> argparse.Namespace:
+    """The flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -177,6 +187,19 @@ def main() -> int:
         "table", type=Path, metavar="TABLE.sh", help="commands, of scripts/generate_*_commands.py"
     )
     parser.add_argument("--executor", choices=("local", "slurm"), default="local")
+    parser.add_argument(
+        "--retries", type=int, default=3, help="how often a line that fails is tried again"
+    )
+    parser.add_argument(
+        "--every", type=float, default=2.0, help="seconds between looks at the jobs"
+    )
+    parser.add_argument("--stop", action="store_true", help="end the jobs of this file")
+    _add_shares(parser)
+    return parser.parse_args()
+
+
+def _add_shares(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what each job gets of the machine or the cluster."""
     parser.add_argument(
         "--gpus", type=int, help="of each job; default: 1 on a machine with GPUs, none of a cluster"
     )
@@ -195,9 +218,6 @@ def main() -> int:
         type=count,
         help="jobs at a time; default: as many as cores or GPUs, all on SLURM",
     )
-    parser.add_argument(
-        "--retries", type=int, default=3, help="how often a line that fails is tried again"
-    )
     parser.add_argument("--partition", help="of the cluster")
     parser.add_argument("--array", action="store_true", help="submit job arrays")
     parser.add_argument(
@@ -208,11 +228,10 @@ def main() -> int:
         metavar="NAME=VALUE",
         help="account=me mem=32GB ...",
     )
-    parser.add_argument(
-        "--every", type=float, default=2.0, help="seconds between looks at the jobs"
-    )
-    parser.add_argument("--stop", action="store_true", help="end the jobs of this file")
-    given = parser.parse_args()
+
+
+def main() -> int:
+    given = arguments()
     done: list[bool] = []
     return exit_code(lambda: done.append(launch(given)), LEFT_RUNNING) or (0 if all(done) else 1)
 

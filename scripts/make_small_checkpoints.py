@@ -1,5 +1,4 @@
-"""Train small classifiers and save them as finetune.py reads pretrained networks: minutes on a CPU,
-no download.
+"""Train small classifiers that finetune.py reads as pretrained ones: minutes on a CPU, no download.
 
 python scripts/make_small_checkpoints.py convnext bert --data-root data --out checkpoints
 
@@ -50,9 +49,7 @@ def convnext(train: Examples, n_classes: int, folder: Path) -> nn.Module:
 
 
 def bert(train: Examples, n_classes: int, folder: Path) -> nn.Module:
-    """A BERT of two layers; a tokenizer with the commonest word pieces of the training texts goes
-    to the folder.
-    """
+    """A BERT of two layers; a tokenizer of the commonest word pieces goes to the folder."""
     from tokenizers import BertWordPieceTokenizer
 
     pieces = BertWordPieceTokenizer(lowercase=True)

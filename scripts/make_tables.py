@@ -87,9 +87,7 @@ def body(layout: Layout, rows: list[Row], published: list[Row]) -> Iterator[list
 
 
 def _partner(name: str, found: list[str]) -> str | None:
-    """The measured estimator of a published name: the same, or the same but for how blocks are
-    drawn.
-    """
+    """The measured estimator of a published name: the same, but for how blocks are drawn."""
     exact = [label for label in found if label.lower() == name.lower()]
     return next(
         iter(exact or [label for label in found if label.lower().split()[0] == name.lower()]), None
@@ -124,9 +122,7 @@ def _measured(column: str, own: list[Row], reference: list[Row]) -> str:
 
 
 def _seconds(rows: list[Row]) -> float:
-    """Training time without evaluation, of the fastest run: whatever else a machine does only adds
-    to it.
-    """
+    """Training time without evaluation, of the fastest run: other load only adds to it."""
     times = zip(
         records.values(rows, "seconds_weights"), records.values(rows, "seconds_hyper"), strict=True
     )
@@ -187,9 +183,7 @@ def _shared(differences: list[dict[str, Change]]) -> dict[str, Change]:
 
 
 def _difference(config: Config, experiment: str) -> dict[str, Change]:
-    """Changed settings of a run; estimators of all data have settings of their own where there is a
-    file for them.
-    """
+    """Changed settings of a run; estimators of all data may have a settings file of their own."""
     own, left_out = f"{experiment}-full", OF_THE_ROW
     whole = config.estimator.subset == 0 and (experiments.CONFIGS / f"{own}.yaml").exists()
     if whole:
@@ -257,9 +251,7 @@ def latex(layout: Layout, lines: list[list[str]], text: str) -> str:
 
 
 def rendered(number: str, given: Sequence[Path], style: str = "markdown") -> str | None:
-    """A table of the paper from run folders and csv files; None if they have no finished run for
-    it.
-    """
+    """A table of the paper from run folders and csv files; None without a finished run for it."""
     layout = LAYOUTS[number]
     rows = [row for row in rows_from(given) if row["dataset"] in layout.datasets]
     if not rows:

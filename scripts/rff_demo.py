@@ -1,5 +1,4 @@
-"""Regression on random Fourier features: what the exact evidence, the ELBO and the data-emphasised
-ELBO learn.
+"""Regression on random Fourier features: what exact evidence, ELBO and emphasised ELBO learn.
 
     phi_r(x) = o sqrt(2/R) cos(W_r x / l + b_r),     f = phi w,  w ~ N(0, I),     y = f + N(0, s^2)
 
@@ -199,9 +198,7 @@ def fitted(
     noise: float | None = None,
     steps: int = STEPS,
 ) -> Fit:
-    """Maximise over lengthscale, scale and, unless it is given, the noise, all starting at 1
-    (noise: 0.3).
-    """
+    """Maximise over lengthscale, scale and, unless given, noise, from 1 (noise: from 0.3)."""
     start = [0.0, 0.0, math.log(noise or 0.3)]
     log_l, log_o, log_s = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in start)
     fit = Fit(objective, problem, log_l, log_o, log_s, kappa)
@@ -214,9 +211,7 @@ def fitted(
 
 
 def fits(problem: Problem, steps: int = STEPS) -> list[Fit]:
-    """Every objective; the data-emphasised one with a fixed noise, and what happens to a learned
-    one.
-    """
+    """Every objective; the data-emphasised one with a fixed noise, and with a learned one."""
     kappa = len(problem.phases) / len(problem.y)
     return [
         fitted("evidence", problem, None, steps=steps),

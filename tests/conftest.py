@@ -1,4 +1,4 @@
-"""Shared settings: one thread for each test process, and fixtures."""
+"""Shared settings: one thread for each test process, and fixtures; warnings are errors."""
 
 import os
 from pathlib import Path

@@ -25,9 +25,7 @@ def device_of(config: Config) -> torch.device:
 
 
 def device_named(name: str) -> torch.device:
-    """The device asked for; a GPU, if there is one, for auto; to each process of torchrun its
-    own.
-    """
+    """The device asked for; for auto a GPU, if there is one; for torchrun, one per process."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and world_size() > 1:
@@ -49,8 +47,9 @@ def dtype_of(config: Config) -> torch.dtype:
 
 
 def threads_for(config: Config, data: Dataset, n_parameters: int) -> int:
-    """The number of CPU threads asked for; for 0, one where the work is too small to be shared,
-    else a core is left.
+    """The number of CPU threads asked for.
+
+    For 0: one where the work is too small to be shared, else all cores but one.
 
     Threads wait for each other many times in every step. A second one gains a fifth for a small
     network, half for a larger one, as long as each has a core to itself; with another program on

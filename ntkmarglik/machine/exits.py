@@ -12,9 +12,7 @@ from ntkmarglik.learn.distributed import rank
 
 
 def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Run a program: 0 if it ends well, 2 after an error that it explains, 130 after an
-    interrupt.
-    """
+    """Run a program: 0 if it ends well, 2 after an error it explains, 130 after an interrupt."""
     try:
         program()
     except (NtkMarglikError, CurvatureError) as error:

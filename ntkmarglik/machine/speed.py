@@ -16,8 +16,9 @@ SIDE = 1000  # of matrices that are timed
 
 
 def seconds(function: Callable[[], object], patience: float = math.inf) -> float:
-    """The shorter of two timings, or the first if it takes long; of one thread its own time,
-    whatever else runs.
+    """The shorter of two timings, or the first if it takes long.
+
+    Of one thread it is that thread's own time, whatever else runs.
     """
     alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
     clock = time.process_time if alone else time.perf_counter
@@ -41,9 +42,7 @@ class Speed:
 
     @staticmethod
     def measured(like: Tensor, decompose: Callable[[Tensor], object]) -> Speed:
-        """Of products in the number format of `like` and decompositions in double precision, where
-        `like` is.
-        """
+        """Speed of products in the dtype of `like`, and of decompositions in double."""
         a = torch.rand(SIDE, SIDE, dtype=torch.float64, device=like.device)
         a = a @ a.mT + torch.eye(SIDE, dtype=a.dtype, device=like.device)
         b = a.to(like.dtype)
@@ -54,8 +53,7 @@ class Speed:
         )
 
     def algebra(self, structure: str, rows: int, modules: tuple[int, ...]) -> float:
-        """Kernels or weight-space matrices of a block of some rows and their decomposition; little
-        for sums over data.
+        """Seconds for the kernels or weight-space matrices of a block; 0 for sums over data.
 
         modules: parameters of each.
         """

@@ -1,6 +1,4 @@
-"""Learnable affine augmentation: images moved, turned, scaled and sheared within ranges that are
-hyperparameters.
-"""
+"""Learnable affine augmentation: images moved, turned, scaled and sheared within learned ranges."""
 
 import contextlib
 import difflib
@@ -18,9 +16,7 @@ ROTATION = RANGES.index("rotation")
 
 
 def generators() -> Tensor:
-    """The six generators [6, 3, 3] of the affine group in the order of RANGES, on pixel coordinates
-    in [-1, 1].
-    """
+    """The generators [6, 3, 3] of the affine group, as in RANGES, on pixels in [-1, 1]."""
     g = torch.zeros(6, 3, 3)
     g[0, 0, 2] = 1
     g[1, 1, 2] = 1
@@ -32,8 +28,7 @@ def generators() -> Tensor:
 
 
 def stacked_grid(theta: Tensor, h: int, w: int) -> Tensor:
-    """Sampling grids of theta [n, A, 2, 3], the A pictures of an image stacked to one tall one: [n,
-    A * h, w, 2].
+    """Sampling grids of theta [n, A, 2, 3], an image's A pictures in one tall one [n, A * h, w, 2].
 
     With a tall grid `grid_sample` reads each image A times and never copies it; one matrix product
     for each coordinate is several times faster than `affine_grid`, which would take most of the
@@ -105,9 +100,7 @@ class AffineAugmentation(nn.Module):
         self.project_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Random images of x [n, c, h, w] as [n, A, c, h, w], differentiable in `eta`; 0 beyond the
-        border.
-        """
+        """Random images of x [n, c, h, w] as [n, A, c, h, w], differentiable in `eta`."""
         n, c, h, w = x.shape
         # Pixel coordinates in half precision would miss by a pixel: no autocast, at least the
         # precision of eta.
@@ -149,9 +142,7 @@ class AffineAugmentation(nn.Module):
 
     @contextlib.contextmanager
     def sharing(self, start: int, total: int) -> Iterator[None]:
-        """Images given inside are those from `start` on in a batch of `total`, and are moved as
-        they would be in it.
-        """
+        """Context in which images from `start` on, of `total`, are moved as in the whole batch."""
         self._share = start, total
         try:
             yield
@@ -160,8 +151,7 @@ class AffineAugmentation(nn.Module):
 
     @torch.no_grad()
     def project_(self) -> None:
-        """Bring the rotation range back to [-pi, pi], all angles; call it after every optimiser
-        step.
+        """Bring the rotation range back to [-pi, pi], all angles; call it after every step.
 
         A clamp in `forward` would stop the gradient outside, and with it the way back.
         """

@@ -40,9 +40,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, or an error that says what is wrong with the file; the file is
-    never changed.
-    """
+    """The state of a checkpoint, or an error that says what is wrong with the file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any way

@@ -22,8 +22,7 @@ RUNS = Path("runs")
 
 
 class RunFolder:
-    """`config.yaml`, `metrics.jsonl` (one line per epoch), `summary.json` and `checkpoint.pt` of
-    one run.
+    """`config.yaml`, `metrics.jsonl`, `summary.json` and `checkpoint.pt` of one run.
 
     A full disk is reported and does not stop the run: what is kept in memory is written once there
     is room again.
@@ -104,9 +103,7 @@ class RunFolder:
 
 
 class NoFolder:
-    """The run folder of a rank that is not the first: it has the methods of `RunFolder`, and none
-    of them does anything.
-    """
+    """The run folder of a rank that is not the first: its methods do nothing."""
 
     epochs: list[Metrics] = []
 
@@ -174,8 +171,9 @@ def folder_named(name: str, *, resume: bool) -> Path:
 
 
 def _make_folder(path: Path, *, new: bool) -> bool:
-    """Make a folder; False if it is there and has to be new. Of two runs that ask at once, one gets
-    it.
+    """Make a folder; False if it is there and has to be new.
+
+    Of two runs that ask at once, one gets it.
     """
     try:
         path.mkdir(parents=True, exist_ok=not new)

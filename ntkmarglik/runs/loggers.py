@@ -1,6 +1,4 @@
-"""Other places to watch a run in: wandb and tensorboard. The run folder has everything; they may
-fail.
-"""
+"""Other places to watch a run in, wandb and tensorboard, which may fail."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rows of tables and figures, one per run or one per evaluated epoch, read from run folders or csv
-files.
-"""
+"""Rows of tables and figures, per run or evaluated epoch, from run folders or csv files."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ TRACE_COLUMNS = (
 
 
 def run_folders(paths: Iterable[Path]) -> list[Path]:
-    """Finished runs in the given folders: themselves, the runs one level below, and the baselines
-    of both.
-    """
+    """Finished runs: the given folders, the runs one level below, and the baselines of both."""
     candidates: list[Path] = []
     for path in paths:
         below = sorted(folder for folder in path.glob("*") if folder.name != "baseline")
@@ -82,9 +78,7 @@ def run_row(folder: Path) -> Row:
 
 
 def trace_rows(folder: Path) -> list[Row]:
-    """Evidence, as last estimated, and test metrics at every epoch with an evaluation; the command
-    in the first row.
-    """
+    """Evidence, as last estimated, and test metrics of every evaluation; the command first."""
     run = run_row(folder)
     identity = {name: run[name] for name in IDENTITY}
     evidence = None
@@ -105,9 +99,7 @@ def trace_rows(folder: Path) -> list[Row]:
 
 
 def seconds_of_a_round(folder: Path) -> float | None:
-    """Median time of a round of hyperparameter steps but the first, in which the network is looked
-    at; None without.
-    """
+    """Median time of a round of hyperparameter steps but the first, which plans; None without."""
     totals = [m["seconds_hyper"] for m in read_metrics(folder) if "log_marglik" in m]
     rounds = [later - earlier for earlier, later in itertools.pairwise(totals)]
     return statistics.median(rounds) if any(rounds) else None
@@ -127,8 +119,7 @@ def _cell(value: Any) -> Any:
 
 
 def collect(runs: Path, target: Path) -> None:
-    """For each folder of runs, `runs/bound-prior`, the files runs_bound_prior.csv and
-    traces_bound_prior.csv.
+    """Write runs_bound_prior.csv and traces_bound_prior.csv of `runs/bound-prior`, and so on.
 
     A bound grid, `runs/bound-grid-prior`, already has its csv: bound_grid_prior.csv.
     """

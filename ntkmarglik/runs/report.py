@@ -109,9 +109,7 @@ def _status(summary: Metrics) -> str:
 
 
 def _width(summary: Metrics) -> str:
-    """The standard deviations of a variational posterior, least and largest where they differ
-    between tensors.
-    """
+    """Standard deviations of a variational posterior, least and largest where tensors differ."""
     widths = summary.get("sigma", {}).values()
     if not widths:
         return "-"
@@ -139,9 +137,7 @@ def save(
 def figure(
     runs: Runs, path: Path, *, augment: nn.Module | None = None, example: Tensor | None = None
 ) -> None:
-    """Curves over epochs, the learned prior of every layer, and what the learned augmentation does
-    to an input.
-    """
+    """Curves over epochs, the learned prior of every layer, and the learned augmentation."""
     rows = 1 if augment is None or example is None else 2
     with plt.rc_context(STYLE):
         picture = plt.figure(figsize=(10, 3.4 * rows), layout="constrained")
@@ -164,9 +160,7 @@ def figure(
 
 
 def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
-    """A quantity of every run over the epochs; a run that has only its last value is a dashed
-    line.
-    """
+    """A quantity of every run over the epochs; a single last value is a dashed line."""
     shown = []
     for (label, (epochs, summary)), colour in zip(runs.items(), COLOURS, strict=False):
         evaluated = [metrics for metrics in epochs if key in metrics]
@@ -205,9 +199,7 @@ def window(values: list[float], finals: list[float]) -> tuple[float, float]:
 
 
 def _precisions(axes: Axes, runs: Runs) -> None:
-    """Prior precision of every parameter tensor, and where it started if it was learned by
-    steps.
-    """
+    """Prior precision of every parameter tensor, and where it started if learned by steps."""
     label, (_, summary) = next(iter(runs.items()))
     precisions = summary["prior_precision"]
     start = summary["initial_prior_precision"]

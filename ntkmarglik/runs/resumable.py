@@ -74,8 +74,7 @@ R = TypeVar("R", bound=Resumable)
 def resumable_run(
     task: R, summarise: Callable[[R], Metrics], path: Path, *, resume: bool, label: str = ""
 ) -> tuple[list[Metrics], Metrics]:
-    """One run from its start (or its checkpoint) to its summary; a finished one is read from its
-    folder.
+    """One run from its start or checkpoint to its summary; a finished one is read from its folder.
 
     Nothing is written before the checkpoint is read and its settings are accepted.
 

@@ -13,9 +13,7 @@ from ntkmarglik.runs.loggers import Metrics
 
 
 def summarise(trainer: Trainer) -> Metrics:
-    """Final metrics of a trained network, its evidence, what was learned, what it cost, and what it
-    was made with.
-    """
+    """Final metrics of a trained network, its evidence, what was learned, its cost and settings."""
     with trainer.timed("total"):
         test = trainer.evaluate("test")
         training = trainer.evaluate("train")
@@ -63,9 +61,7 @@ def _identity(trainer: Trainer) -> Metrics:
 
 
 def _hyperparameters(trainer: Trainer) -> Metrics:
-    """What was learned: the prior, where it started unless it is in closed form, and the
-    augmentation.
-    """
+    """What was learned: the prior, its start unless it is in closed form, and the augmentation."""
     precisions = trainer.problem.prior.precisions()
     start: float | None = trainer.config.hyperparameters.prior_precision
     if trainer.method.measures_by == "draws":  # by a variational posterior, with its closed form

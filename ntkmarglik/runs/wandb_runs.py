@@ -1,6 +1,4 @@
-"""Runs that were mirrored to wandb, written as run folders again: the one place that asks wandb for
-results.
-"""
+"""Runs that were mirrored to wandb, written as run folders again: nothing else asks wandb."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ TEXTS = ("method", "dataset", "model", "subset", "outputs", "seed")
 
 
 def download(project: str, target: Path) -> list[Path]:
-    """The finished runs of "entity/project" as run folders, within one folder per experiment as
-    they ran.
-    """
+    """The finished runs of "entity/project" as run folders, one folder per experiment."""
     try:
         import wandb
     except ImportError as error:

@@ -348,3 +348,14 @@ class Shift(nn.Module):
         shift = c[:, 1:] @ torch.sin(k[:, None] * j).to(x.dtype)  # [A, entries]
         flat = x.reshape(len(x), 1, -1) * (1 + c[:, :1]) + shift
         return flat.reshape(len(x), len(c), *x.shape[1:])
+
+
+class Jitter(nn.Module):
+    """A random augmentation; `draw` says where its random numbers come from."""
+
+    def __init__(self, draw=lambda *shape: torch.randn(*shape, dtype=torch.float64)):
+        super().__init__()
+        self.size, self.draw = nn.Parameter(torch.tensor(0.3).double()), draw
+
+    def forward(self, x):
+        return x.unsqueeze(1) + self.size * self.draw(len(x), 2, *x.shape[1:])

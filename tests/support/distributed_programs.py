@@ -47,9 +47,7 @@ def case(name):
 
 
 def estimates(ranks, name, structure, *, augment=0, prior="layerwise", streamed=False, **options):
-    """Evidence and gradients, of a block or of all data in batches, with these ranks or (None)
-    without.
-    """
+    """Evidence and gradients of a block or of batches of all data, with ranks or (None) without."""
     model, x, y = case(name)
     x, y = torch.cat([x, -x, x / 2])[:7], torch.cat([y, y, y])[:7]  # an odd number
     module = AffineAugmentation(augment, flip=True, init=0.2).double() if augment else None

@@ -1,5 +1,4 @@
-"""Random small float64 networks and evidence problems: `draw(seed)` gives the same `FuzzCase` for a
-seed every time.
+"""Random small float64 networks and problems: `draw(seed)` is the same `FuzzCase` every time.
 
 A network is a chain of pieces (`fuzz_pieces`), activations between them, and a head; where the kind
 of an activation is not what the next piece takes, a reshape or a pooling is put between them. Every
@@ -62,9 +61,7 @@ SALT = "j"
 
 
 class Network(nn.Module):
-    """A chain with a constant factor that brings the outputs to a range where no likelihood
-    saturates.
-    """
+    """A chain with a constant factor that keeps outputs where no likelihood saturates."""
 
     def __init__(self, modules):
         super().__init__()
@@ -95,9 +92,7 @@ def random_inputs(n, kind, shape):
 
 
 def adaptor(r, shape, kind):
-    """A module from inputs [n, *shape] to `kind`; it has weights only where a vector must become
-    more.
-    """
+    """A module from inputs [n, *shape] to `kind`; with weights only where a vector must grow."""
     have = len(shape)
     if have == VECTOR:
         larger = start_shape(r, kind)
@@ -115,9 +110,7 @@ def adaptor(r, shape, kind):
 
 
 class Chain:
-    """A network under construction: its modules, what they are called, and an example of its
-    activations.
-    """
+    """A network under construction: its modules, their names, and an example of activations."""
 
     def __init__(self, r, kind, piecewise):
         self.r, self.shape = r, start_shape(r, kind)
@@ -143,9 +136,7 @@ class Chain:
             self.add(ACTIVATIONS[activation](), activation)
 
     def add_head(self, head, outputs, likelihood):
-        """Outputs [n, C], or at two positions: [n, C, 2], and [n, 2, C] where no axis is that of
-        classes.
-        """
+        """Outputs [n, C], or at two positions [n, C, 2], or [n, 2, C] without a class axis."""
         several = (
             likelihood != "heteroscedastic" and self.example.dim() > 2 and self.r.random() < 0.4
         )
@@ -320,9 +311,7 @@ def _draw(r, seed, attempt):
 
 
 def _usable(model, x, f):
-    """Whether a case is small, its outputs are not zero, and torch can run a datum alone and
-    differentiate.
-    """
+    """Whether a case is small, not zero, and torch can run and differentiate a datum alone."""
     weights = [p for p in model.parameters() if p.requires_grad]
     small = sum(p.numel() for p in model.parameters()) <= MAX_PARAMETERS and f.numel() <= 30
     if not weights or not small or not f.isfinite().all() or f.abs().max() < 1e-2:

@@ -106,9 +106,7 @@ def normed_tokens(r, s):
 
 
 def cosine(m, x):
-    """Away from the zero vector, which an activation may have made and where a norm has no
-    derivative.
-    """
+    """Away from the zero vector, where a norm has no derivative."""
     return F.linear(F.normalize(x + 0.1, dim=-1), F.normalize(m.weight, dim=-1))
 
 

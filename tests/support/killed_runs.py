@@ -1,6 +1,9 @@
 """Programs that are killed while they write, and their environment."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -44,3 +47,12 @@ for victim, left in json.loads(sys.argv[1]):
     status = os.waitpid(process, 0)[1]
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (victim, left, status)
 """
+
+
+def kill(deaths, arguments):
+    """Run the runner again and again, each time until it dies; deaths: (file, number of write)."""
+    command = [sys.executable, "-c", DRIVER, json.dumps(deaths), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 0, done.stderr

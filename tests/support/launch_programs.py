@@ -52,9 +52,7 @@ def is_preempted_first(arguments):
 
 
 def is_put_back_first(arguments):
-    """As SLURM does it where it sends no other signal than SIGTERM, after which a run stops with a
-    checkpoint.
-    """
+    """As where SLURM sends SIGTERM alone, after which a run stops with a checkpoint."""
     if first(arguments[0]):
         subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
         return 130

@@ -3,6 +3,7 @@
 import reference
 import torch
 from cases import CASES, LIKELIHOOD_CASES
+from small_networks import mlp, randn
 
 from asdl_marglik import STRUCTURES
 from laplace_marglik import (
@@ -15,7 +16,17 @@ from laplace_marglik import (
     Poisson,
 )
 
-__all__ = ["STRUCTURES", "by_name", "close", "expected", "setup"]
+__all__ = [
+    "STRUCTURES",
+    "X",
+    "Y",
+    "assert_reference_value",
+    "by_name",
+    "close",
+    "expected",
+    "marglik",
+    "setup",
+]
 
 LIKELIHOODS = {
     "categorical": Categorical,
@@ -24,14 +35,13 @@ LIKELIHOODS = {
     "poisson": Poisson,
     "heteroscedastic": HeteroscedasticGaussian,
 }
+X, Y = randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])  # of `marglik`
 N_DATA = 24  # the block is a part of a larger data set
 by_name = {case.name: case for case in [*CASES, *LIKELIHOOD_CASES]}
 
 
 def setup(case, structure, *, prior="layerwise", augment=None, **options):
-    """A marginal likelihood with a non-trivial prior, its data, and the reference's arguments for
-    the same thing.
-    """
+    """A marginal likelihood with a non-trivial prior, and its data."""
     model, x, y = case.make()
     model.eval()
     torch.manual_seed(3)
@@ -78,7 +88,7 @@ def expected(ml, case, x, y, columns, *, sharing="expand", blocks="module"):
         structure=ml.structure,
         n_data=N_DATA,
         columns=columns,
-        root=ml.root,
+        root=ml.root or "paper",
         mean=means,
         names=names,
         blocks=block_maker(ml.model, names),
@@ -92,3 +102,29 @@ def close(ours, theirs, rtol=1e-9):
     torch.testing.assert_close(
         torch.as_tensor(ours).detach(), torch.as_tensor(theirs).detach(), rtol=rtol, atol=1e-9
     )
+
+
+def marglik(model=None, likelihood="classification", n_data=6, *, prior=None, **options):
+    """A marginal likelihood of a small network, seeded; prior: one, or the groups of one."""
+    model = mlp() if model is None else model
+    if not isinstance(prior, GaussianPrior):
+        prior = GaussianPrior(model, prior or "layerwise", hyper=options.get("hyper", ()))
+    options.setdefault("generator", torch.Generator().manual_seed(0))
+    return MarginalLikelihood(model, likelihood, n_data=n_data, prior=prior, **options)
+
+
+def assert_reference_value(ml, x, y, kind="categorical"):
+    names = list(ml.weights)
+    delta = reference.per_weight(ml.model, names, ml.prior.precision.detach())
+    dense = [name for name in names if name not in ml._planned(x).kronecker]
+    want = reference.evidence(
+        ml.model,
+        x,
+        y,
+        reference.Likelihood(kind),
+        delta,
+        structure=ml.structure,
+        n_data=ml.n_data,
+        dense=dense,
+    )
+    close(ml(x, y).total, want.total)

@@ -1,7 +1,7 @@
 """The naive float64 oracle: every quantity of the library written out as its definition.
 
 Data points are passed through the network one at a time and derivatives are plain
-`torch.autograd.grad` (torch.func is wrong through normalisation layers, see ecosystem.md).
+`torch.autograd.grad` (torch.func's second derivatives are wrong through normalisation layers).
 Results keep their graph and can be differentiated in hyperparameters, except through eigh of a
 singular matrix ("symmetric", "eigen", "paper" with K > 1) and through torch's fused attention:
 there, and whenever in doubt, `finite_difference` decides.

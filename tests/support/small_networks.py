@@ -1,4 +1,4 @@
-"""Small networks, data and priors of the variational tests."""
+"""Small networks and their data, in float64."""
 
 import torch
 from torch import nn
@@ -13,9 +13,13 @@ def randn(*shape, seed=0):
 X, Y = randn(12, 4), torch.arange(12) % 3
 
 
-def mlp():
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+def filled(model):
+    """The model in float64 with weights that are the same every time."""
     with torch.no_grad():
-        for i, p in enumerate(model.parameters()):
+        for i, p in enumerate(model.double().parameters()):
             p.copy_(0.4 * randn(*p.shape, seed=i))
     return model
+
+
+def mlp():
+    return filled(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))

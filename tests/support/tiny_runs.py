@@ -14,9 +14,7 @@ TINY = shlex.split(
 
 
 def without_costs(metrics):
-    """Metrics but for time and memory, which differ from run to run, and the commit, which a
-    colleague may make.
-    """
+    """Metrics without time, memory and commit, which differ from run to run."""
     changing = ("seconds_", "peak_memory_bytes", "commit")
     return {k: v for k, v in metrics.items() if not k.startswith(changing)}
 

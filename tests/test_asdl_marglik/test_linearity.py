@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from cases import Shift
+from small_networks import randn
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
@@ -13,10 +14,6 @@ from torch.nn import functional as F
 from asdl_marglik import STRUCTURES
 from asdl_marglik.watch.linearity import piecewise_linear
 from laplace_marglik import GaussianPrior, MarginalLikelihood
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Gated(nn.Module):

@@ -2,18 +2,17 @@
 prevents, and mistakes.
 """
 
-import itertools
 import math
 
 import pytest
 import torch
 from small_networks import GROUPS, X, Y, mlp, randn
 from torch import nn
-from torch.distributions import MultivariateNormal, kl_divergence
+from torch.distributions import MultivariateNormal
+from variational_objectives import low_rank, objective
 
 from laplace_marglik import (
     Categorical,
-    DataEmphasizedELBO,
     Gaussian,
     GaussianPrior,
     HeteroscedasticGaussian,
@@ -22,153 +21,6 @@ from laplace_marglik import (
     MarglikError,
 )
 from ntkmarglik.problem.data import load
-
-
-def objective(model=None, likelihood="classification", n_data=12, prior=None, **options):
-    model = model or mlp()
-    options.setdefault("generator", torch.Generator().manual_seed(1))
-    return DataEmphasizedELBO(
-        model, likelihood, n_data=n_data, prior=prior or GaussianPrior(model), **options
-    )
-
-
-def low_rank(model, prefix, rank=3):
-    own = {name: w for name, w in model.named_parameters() if name.startswith(prefix)}
-    diagonal = {
-        name: 0.5 + randn(*w.shape, seed=i).square() for i, (name, w) in enumerate(own.items())
-    }
-    factor = {name: randn(*w.shape, rank, seed=9 + i) for i, (name, w) in enumerate(own.items())}
-    return LowRankCovariance(diagonal, factor)
-
-
-PRIORS = {
-    "scalar": lambda model: GaussianPrior(model, "scalar", 2.0),
-    "layerwise": lambda model: GaussianPrior(model, "layerwise", 2.0, mean=0.1),
-    "diagonal": lambda model: GaussianPrior(model, "diagonal", 2.0),
-    "groups": lambda model: GaussianPrior(
-        model, groups=GROUPS, mean={"0.weight": randn(5, 4, seed=7)}
-    ),
-    "low rank": lambda model: GaussianPrior(
-        model,
-        groups=GROUPS,
-        mean={"0.weight": randn(5, 4, seed=7)},
-        covariance={"0.*": low_rank(model, "0.")},
-    ),
-}
-
-
-def dense(elbo):
-    """Means and covariances of posterior and prior, built naively."""
-    prior, model = elbo.prior, elbo.model
-    weights = dict(model.named_parameters())
-    variance = elbo.prior_variance()
-    mean, blocks, sigma = [], [], []
-    for name, w in weights.items():
-        group = prior.groups[name]
-        v = variance[name] if isinstance(group, slice) else variance[prior.group_names[group]]
-        mean.append((torch.as_tensor(prior.mean_of(name)).double().expand(w.shape)).flatten())
-        blocks.append(v.expand(w.shape).flatten())
-        own = elbo.width.groups[name]
-        s = elbo.sigma[own] if isinstance(own, int) else elbo.sigma[own].reshape(w.shape)
-        sigma.append(s.expand(w.shape).flatten())
-    covariance = torch.diag(torch.cat(blocks))
-    for number, low in prior.covariance.items():
-        own = torch.cat(
-            [torch.full((w.numel(),), prior.groups[n] == number) for n, w in weights.items()]
-        )
-        u = torch.cat([low._scaled[n] * low.diagonal[n].reshape(-1, 1) for n in low.diagonal])
-        d = torch.cat([d.flatten() for d in low.diagonal.values()])
-        block = variance[prior.group_names[number]] * (torch.diag(d) + u @ u.mT)
-        covariance[own.nonzero(), own.nonzero().mT] = block
-    m = torch.cat([w.flatten() for w in weights.values()])
-    return MultivariateNormal(m, torch.diag(torch.cat(sigma).square())), MultivariateNormal(
-        torch.cat(mean), covariance
-    )
-
-
-# --------------------------------------------------------------------------------------- divergence
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("posterior", ["scalar", "group", "diagonal"])
-@pytest.mark.parametrize("variance", ["optimal", "fixed"])
-def test_the_divergence_is_that_of_dense_gaussians(prior, posterior, variance):
-    model = mlp()
-    elbo = objective(model, prior=PRIORS[prior](model), posterior=posterior, variance=variance)
-    with torch.no_grad():
-        elbo.width.raw_sigma += randn(len(elbo.width.raw_sigma)) + 5
-    q, p = dense(elbo)
-    torch.testing.assert_close(elbo.kl(), kl_divergence(q, p))
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_the_closed_form_is_the_minimum_and_obeys_the_envelope_theorem(prior):
-    model = mlp()
-    elbo = objective(model, prior=PRIORS[prior](model), sigma=0.3)
-    best = elbo.kl()
-    gradient = torch.autograd.grad(best, [elbo.width.raw_sigma, *model.parameters()])
-    elbo.update_prior()
-    elbo.variance = "fixed"
-    torch.testing.assert_close(elbo.kl(), best)
-    detached = torch.autograd.grad(elbo.kl(), [elbo.width.raw_sigma, *model.parameters()])
-    for inside, outside in zip(gradient, detached, strict=True):
-        torch.testing.assert_close(inside, outside)
-    for entry, shift in itertools.product(range(len(elbo.prior.log_precision)), (-0.1, 0.1)):
-        with torch.no_grad():
-            elbo.prior.log_precision[entry] += shift
-            assert elbo.kl() > best
-            elbo.prior.log_precision[entry] -= shift
-
-
-def test_the_published_closed_form():
-    """lambda* = |m - mu|^2 / D_b + sigma^2, tau* = |m|^2 / D_c + sigma^2, KL* = sum d/2
-    log(v*/sigma^2) (L2-SP).
-    """
-    model, pretrained = mlp(), {"0.weight": randn(5, 4, seed=3), "0.bias": randn(5, seed=4)}
-    elbo = objective(model, prior=GaussianPrior(model, groups=GROUPS, mean=pretrained), sigma=0.2)
-    moved = torch.cat(
-        [(w - pretrained[f"0.{n}"]).flatten() for n, w in model[0].named_parameters()]
-    )
-    head = torch.cat([w.flatten() for w in model[2].parameters()])
-    lam, tau = (e.square().mean() + 0.04 for e in (moved, head))
-    found = elbo.prior_variance()
-    torch.testing.assert_close(found, {"0.*": lam.detach(), "2.*": tau.detach()})
-    torch.testing.assert_close(elbo.kl(), (25 * (lam / 0.04).log() + 18 * (tau / 0.04).log()) / 2)
-    elbo.update_prior()
-    torch.testing.assert_close(elbo.prior.precision.detach(), 1 / torch.stack([lam, tau]).detach())
-
-
-def test_a_covariance_without_a_factor_is_diagonal_and_the_identity_changes_nothing():
-    model = mlp()
-    own = {name: w for name, w in model.named_parameters() if name.startswith("0.")}
-    diagonal = {name: 0.5 + randn(*w.shape).square() for name, w in own.items()}
-    nothing = {name: torch.zeros(*w.shape, 2, dtype=torch.float64) for name, w in own.items()}
-    covariances = [LowRankCovariance(diagonal), LowRankCovariance(diagonal, nothing)]
-    values = [
-        objective(model, prior=GaussianPrior(model, groups=GROUPS, covariance={"0.*": c})).kl()
-        for c in covariances
-    ]
-    torch.testing.assert_close(*values)
-    ones = LowRankCovariance({name: torch.ones_like(w) for name, w in own.items()})
-    plain = objective(model, prior=GaussianPrior(model, groups=GROUPS)).kl()
-    torch.testing.assert_close(
-        objective(model, prior=GaussianPrior(model, groups=GROUPS, covariance={"0.*": ones})).kl(),
-        plain,
-    )
-
-
-def test_the_covariance_of_a_training_run():
-    s, q = randn(3, 2).square(), randn(3, 2, 5, seed=1)
-    low = LowRankCovariance.swag({"w": s}, {"w": q})
-    flat = q.flatten(0, 1)
-    sigma = torch.diag(s.flatten()) / 2 + 0.1 * torch.eye(6).double() + flat @ flat.mT / 8
-    x = randn(3, 2, seed=2)
-    torch.testing.assert_close(low.log_det, sigma.logdet())
-    torch.testing.assert_close(low.quadratic({"w": x}), x.flatten() @ sigma.inverse() @ x.flatten())
-    torch.testing.assert_close(
-        low.trace({"w": x.square()}), (sigma.inverse().diagonal() * x.flatten() ** 2).sum()
-    )
-
 
 # ---------------------------------------------------------------------------------------- objective
 

@@ -1,13 +1,10 @@
 """Runs of elbo and de-elbo: records, resuming, comparison and refusals."""
 
 import contextlib
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from killed_runs import DRIVER, ENVIRONMENT, ROOT
+from killed_runs import kill
 from tiny_runs import TINY, results
 from trained_runs import DEATHS, trained
 
@@ -114,11 +111,7 @@ def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path, monkeypatch):
     ]
     assert main([*eager, "--out", str(tmp_path / "whole")]) == 0
     arguments = [*eager, "--out", str(tmp_path / "run"), "--resume"]
-    command = [sys.executable, "-c", DRIVER, json.dumps(DEATHS), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    kill(DEATHS, arguments)
     assert main(arguments) == 0
     assert results(tmp_path / "run") == results(tmp_path / "whole")
     # another run

@@ -1,13 +1,10 @@
 """Augerino, and full-data gradients of the augmentation from blocks."""
 
-import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
-from killed_runs import DRIVER, ENVIRONMENT, ROOT
+from killed_runs import kill
 from tiny_runs import TINY, results
 from torch import nn
 from trained_runs import DEATHS, trained
@@ -111,11 +108,7 @@ def test_repeated_or_killed_and_resumed_it_ends_in_the_same_numbers(flags, tmp_p
     expected = results(tmp_path / "first")
     assert results(tmp_path / "second") == expected
     arguments = [*eager, "--out", str(tmp_path / "run"), "--resume"]
-    command = [sys.executable, "-c", DRIVER, json.dumps(DEATHS), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    kill(DEATHS, arguments)
     assert main(arguments) == 0
     assert results(tmp_path / "run") == expected
 

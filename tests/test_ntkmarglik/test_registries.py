@@ -33,7 +33,7 @@ from ntkmarglik.runs.folder import name_of, read_summary
 
 ROOT = Path(__file__).parents[2]
 EVERY_STRUCTURE = 6  # tests of the conformance suite that every structure takes
-CONFORMANCE = "tests/test_laplace_marglik/test_conformance.py"
+CONFORMANCE = "tests/test_asdl_marglik/test_structure.py"
 
 
 @pytest.fixture

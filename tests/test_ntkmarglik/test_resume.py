@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from killed_runs import DRIVER, ENVIRONMENT, ROOT
+from killed_runs import ENVIRONMENT, ROOT, kill
 from tiny_runs import TINY, results
 
 from ntkmarglik.learn.methods.laplace import Laplace
@@ -66,11 +66,7 @@ def contents(path):
 def test_killed_again_and_again_while_writing(variant, tmp_path):
     flags, expected = variant
     arguments = [*flags, "--out", str(tmp_path / "run"), "--resume"]
-    command = [sys.executable, "-c", DRIVER, json.dumps(DEATHS), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    kill(DEATHS, arguments)
     assert list(tmp_path.rglob("*.partial"))
     assert main(arguments) == 0
     assert results(tmp_path / "run") == expected

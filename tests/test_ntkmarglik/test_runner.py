@@ -174,6 +174,7 @@ def test_the_baseline_learns_nothing_and_is_measured_like_the_run():
 SMALL = {"mlp": 8, "resnet": 2, "resnet50": 4, "wrn": 1, "resnet_norm": 2}
 
 
+@pytest.mark.filterwarnings("ignore:the targets hold no signal")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_takes_two_steps_with_every_method(model, method, tmp_path):

@@ -1,12 +1,8 @@
 """--method sampled: the runner learns the prior by EM, predicts with samples, and resumes."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
-from killed_runs import DRIVER, ENVIRONMENT, ROOT
+from killed_runs import kill
 from sampled_runs import FLAGS
 from tiny_runs import results
 
@@ -78,11 +74,7 @@ def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path):
     ]
     assert main([*eager, "--out", str(tmp_path / "first")]) == 0
     arguments = [*eager, "--out", str(tmp_path / "run"), "--resume"]
-    command = [sys.executable, "-c", DRIVER, json.dumps(DEATHS), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    kill(DEATHS, arguments)
     assert main(arguments) == 0
     assert results(tmp_path / "run") == results(tmp_path / "first")
 

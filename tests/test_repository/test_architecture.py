@@ -1,6 +1,4 @@
-"""Who may import whom, how long a file may be, and that the code is clean, typed and its READMEs
-run.
-"""
+"""Who may import whom, that the code is clean and typed, and that its READMEs run."""
 
 import ast
 import doctest

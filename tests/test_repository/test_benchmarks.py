@@ -1,11 +1,10 @@
-"""The smallest instance of every benchmark runs and says what it should; seconds are not
-asserted.
-"""
+"""The smallest instance of every benchmark runs and says what it should, seconds left aside."""
 
 import csv
 import math
 
 import estimators
+import house
 import measure
 import pytest
 import sampled
@@ -21,7 +20,7 @@ def few_repetitions(monkeypatch):
 
 
 def read(path):
-    return list(csv.DictReader(path.open()))
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def test_scaling_measures_every_axis_and_draws_it(tmp_path):
@@ -151,3 +150,11 @@ def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
     assert list(committed[0]) == list(row) and {r["dataset"] for r in committed} <= set(
         sampled.STUDIES
     )
+
+
+@pytest.mark.parametrize("lines, is_long", [(38, False), (39, True)])
+def test_long_functions_are_counted_without_their_docstrings(lines, is_long, tmp_path, monkeypatch):
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    body = ["def f(", "):", '    """One.', "", "    More.", '    """', *["    x = 1"] * lines]
+    (tmp_path / "module.py").write_text("\n".join(body))
+    assert house.long_functions(tmp_path) == (["module.py:1 f"] if is_long else [])

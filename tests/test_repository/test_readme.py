@@ -127,3 +127,5 @@ def test_python_examples_run(code, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     short = re.sub(r"range\((\d+)\)", lambda found: f"range({int(found[1]) - 1}, {found[1]})", code)
     exec(compile(short, "README.md", "exec"), {"__name__": "readme"})
+    printed = capsys.readouterr().out
+    assert bool(printed) == ("print(" in code) and "nan" not in printed

@@ -15,7 +15,7 @@ def test_benchmark_prints_units_and_memory_and_writes_a_csv(tmp_path):
         tmp_path / "table.csv",
     )
     assert "ntk-150-1 mininet (prior)" in out
-    (row,) = csv.DictReader((tmp_path / "table.csv").open())
+    (row,) = csv.DictReader((tmp_path / "table.csv").read_text().splitlines())
     assert 0.1 < float(row["units"]) < 100
     assert 0 < float(row["peak_mb"]) < 2000
 
@@ -47,7 +47,7 @@ def test_summary_table_and_csv_of_runs(runs, tmp_path):
     out = run(
         "scripts/summarise_runs.py", runs / "0", runs / "1", "--csv", tmp_path / "methods.csv"
     )
-    rows = list(csv.DictReader((tmp_path / "methods.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "methods.csv").read_text().splitlines()))
     assert [r["estimator"] for r in rows] == ["ntk-20-1", "map", "ntk-20-1", "map"]
     assert "| digits-60, cnn | ntk-20-1 | 2 |" in out
     assert "±" in out
@@ -58,7 +58,7 @@ def test_summary_table_and_csv_of_runs(runs, tmp_path):
 
 def test_traces_have_a_row_for_every_evaluation_and_name_their_command(runs, tmp_path):
     run("scripts/summarise_runs.py", runs, "--traces", tmp_path / "traces.csv")
-    rows = list(csv.DictReader((tmp_path / "traces.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "traces.csv").read_text().splitlines()))
     assert [(r["estimator"], r["seed"], r["epoch"]) for r in rows[:3]] == [
         ("ntk-20-1", "0", "1"),
         ("ntk-20-1", "0", "2"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ def positive_number(name: str, value: float) -> float:
     """A scale that is positive and finite, as it is."""
     if not 0 < value < math.inf:
         raise MarglikError(f"{name} must be positive and finite, got {value}")
+    return value
+
+
+def one_of(name: str, value: str, choices: Sequence[str]) -> str:
+    """A word that is one of the choices, as it is."""
+    if value not in choices:
+        raise MarglikError(f"{name} must be {' or '.join(choices)}, got {value!r}")
     return value
 
 

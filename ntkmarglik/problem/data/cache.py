@@ -1,6 +1,4 @@
-"""Decoded pictures kept beside their source, since decoding 50,000 of them takes far longer than
-reading an array.
-"""
+"""Decoded pictures kept beside their source: decoding takes far longer than reading an array."""
 
 import contextlib
 import hashlib
@@ -12,9 +10,7 @@ import numpy as np
 
 
 def cached(source: Path, shape: tuple[int, ...], decode: Callable[[], np.ndarray]) -> np.ndarray:
-    """The uint8 array of `shape` that `decode` returns, read from the cache of `source` if that is
-    there and sound.
-    """
+    """The uint8 array of `shape` that `decode` returns, from the cache of `source` if sound."""
     cache = cache_path(source)
     try:
         array = np.load(cache, mmap_mode="r")
@@ -30,9 +26,7 @@ def cached(source: Path, shape: tuple[int, ...], decode: Callable[[], np.ndarray
 
 
 def cache_path(source: Path) -> Path:
-    """Name of the cache; it holds a fingerprint of the source, so that a replaced source is decoded
-    again.
-    """
+    """Name of the cache, with a fingerprint of the source: a replaced one is decoded again."""
     stat = source.stat()
     fingerprint = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:8]
     return source.with_name(f"{source.stem}.decoded-{fingerprint}.npy")

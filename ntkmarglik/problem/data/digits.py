@@ -1,6 +1,4 @@
-"""Scikit-learn's bundled digits: 1,797 real handwritten digits of 8x8 pixels, which need no
-download.
-"""
+"""Scikit-learn's bundled digits: 1,797 real images of 8x8 pixels, which need no download."""
 
 import numpy as np
 
@@ -12,8 +10,7 @@ SPLIT_SEED = 0
 
 
 def read_digits() -> tuple[Split, Split]:
-    """Training (1,437) and test (360) images [n, 8, 8, 1] uint8 with values 0 ... 16 and labels [n]
-    int64.
+    """Training (1,437) and test (360) images [n, 8, 8, 1] uint8 of 0 ... 16, labels [n] int64.
 
     The split is fixed and stratified by class, so that every run is tested on the same images.
     """

@@ -1,6 +1,4 @@
-"""Download from the Hugging Face hub: checked against the hub's own sizes and hashes, and moved in
-place at once.
-"""
+"""Download from the Hugging Face hub: checked by sizes and hashes, and moved in place at once."""
 
 import hashlib
 import os
@@ -14,9 +12,7 @@ from ntkmarglik.problem.data.sources import Source
 
 
 def download(source: Source, split: str, folder: Path) -> list[Path]:
-    """Fetch the Parquet files of a split into `folder`; either all of them arrive sound, or
-    none.
-    """
+    """Fetch the Parquet files of a split into `folder`: all of them arrive sound, or none."""
     try:
         return _fetch_split(source.repository, source.splits[split], folder)
     except NtkMarglikError:

@@ -1,6 +1,4 @@
-"""Image data sets as Hugging Face Parquet: one row per image, with PNG or JPEG bytes and a
-label.
-"""
+"""Image data sets as Hugging Face Parquet: per row the PNG or JPEG bytes and a label."""
 
 import functools
 import io
@@ -16,8 +14,9 @@ IMAGE_COLUMNS = ("image", "img")
 
 
 def find_parquet(folder: Path, split: str) -> list[Path]:
-    """The Parquet files of a split in order: `split.parquet`, or the shards
-    `split-00000-of-0000n...parquet`.
+    """The Parquet files of a split in order.
+
+    Either `split.parquet` or the shards `split-00000-of-0000n...parquet`.
 
     Folders inside `folder` are searched too, since that is what `hf download` leaves behind.
     """
@@ -44,9 +43,7 @@ def find_parquet(folder: Path, split: str) -> list[Path]:
 def read_parquet(
     path: Path, label: str, shape: tuple[int, int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images [n, h, w, c] uint8 and labels [n] int64 of one Parquet file; `shape` is the expected
-    (c, h, w).
-    """
+    """Images [n, h, w, c] uint8 and labels [n] int64 of one file; shape: the expected (c, h, w)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,6 +1,4 @@
-"""Data sets by name: read the files, take a subset, transform, normalise, and put the result on the
-device.
-"""
+"""Data sets by name: read the files, take a subset, transform, normalise, move to the device."""
 
 import difflib
 from dataclasses import dataclass
@@ -34,8 +32,7 @@ def load(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Dataset:
-    """The data set `name` (one of DATASETS) as tensors on the device, read from `root` or
-    downloaded to it.
+    """The data set `name` of DATASETS as tensors on the device, from `root` or downloaded to it.
 
     n_data: size of the random training subset drawn with `seed`; 0 takes all. Subsets of one seed
     are nested, and hold the same images in every variant of a set. Digits come with scikit-learn
@@ -84,8 +81,9 @@ class _Pictures:
     def tensors(
         self, split: Split, index: np.ndarray, theta: Tensor | None, like: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Inputs [n, c, h, w] and labels [n] of the images at `index`, transformed by their
-        matrices theta, with the device and the number format of `like`.
+        """Inputs [n, c, h, w] and labels [n] of the images at `index`, on the device of `like`.
+
+        They are transformed by their matrices theta and have the number format of `like`.
         """
         images, labels = split
         _, h, w, c = images.shape

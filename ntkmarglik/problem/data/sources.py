@@ -28,9 +28,7 @@ class Source:
     md5: dict[str, str] = field(default_factory=dict)
 
     def idx_files(self, split: str) -> list[str]:
-        """Names of the image file and the label file of a split in the IDX layout; empty if there
-        is none.
-        """
+        """Names of the image and label files of a split in the IDX layout; empty without one."""
         if split not in self.idx:
             return []
         return [

@@ -15,9 +15,7 @@ Split = tuple[np.ndarray, np.ndarray]
 
 
 def read_split(source: Source, split: str, folder: Path) -> Split:
-    """Images [n, h, w, c] uint8 and labels [n] int64 of a split, from IDX if it is there, else from
-    Parquet.
-    """
+    """Images [n, h, w, c] uint8 and labels [n] int64 of a split, from IDX, else from Parquet."""
     idx = [folder / file for file in source.idx_files(split)]
     present = [path for path in idx if path.is_file()]
     if present and len(present) < len(idx):

@@ -1,6 +1,4 @@
-"""Fixed random transformations that turn a data set into its rotated, translated and scaled
-variants.
-"""
+"""Fixed random transformations: the rotated, translated and scaled variants of a data set."""
 
 import math
 
@@ -14,8 +12,7 @@ MAX_SHIFT = 8.0
 
 
 def draw_transformations(variant: str, n: int, side: int, seed: int) -> Tensor:
-    """Sampling matrices [n, 2, 3] of a variant, one per image of a split, drawn with the split's
-    own seed.
+    """Sampling matrices [n, 2, 3] of a variant, one per image, drawn with the split's own seed.
 
     They are drawn for the whole split, before any subset is taken: image i has the same angle in
     every run. Seeds and order of the draws are those of the public MNIST code of Immer et al.
@@ -53,9 +50,7 @@ def draw_transformations(variant: str, n: int, side: int, seed: int) -> Tensor:
 
 
 def warp(x: Tensor, theta: Tensor) -> Tensor:
-    """Images x [n, c, h, w] in [0, 1] sampled bilinearly at the affine grids theta [n, 2, 3]; black
-    (0) outside.
-    """
+    """Images x [n, c, h, w] sampled bilinearly at affine grids theta [n, 2, 3]; 0 outside."""
     grid = F.affine_grid(theta.to(x), list(x.shape), align_corners=True)
     warped = F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
     # Weights of the four neighbours may add up to a little more than 1 in floating point.

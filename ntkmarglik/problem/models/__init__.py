@@ -21,9 +21,7 @@ DEPTH = 18  # of a network whose depth is not set
 
 @dataclass(frozen=True)
 class Model:
-    """A network by name: `make(input_shape, n_classes, ...)` with the sizes that it uses by
-    keyword.
-    """
+    """A network by name: `make(input_shape, n_classes, ...)` with its sizes by keyword."""
 
     make: Callable[..., nn.Module]
     uses: tuple[str, ...] = ()  # of "depth" and "width"
@@ -70,8 +68,7 @@ def build(
     width: int = 0,
     seed: int | torch.Generator = 0,
 ) -> nn.Module:
-    """The network `name` (one of MODELS) with its weights drawn from `seed`; the global random
-    state is left alone.
+    """The network `name` of MODELS, drawn from `seed`; the global random state is left alone.
 
     input_shape: (c, h, w); depth: of `resnet` and `resnet_norm`; width: hidden units (mlp),
     first-stage width (residual networks) or widening factor (wrn), 0 for the published one; seed: a

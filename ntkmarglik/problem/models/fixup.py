@@ -1,6 +1,4 @@
-"""Fixup: scalar shifts and scales and a careful start in place of normalisation (Zhang, Dauphin and
-Ma, ICLR 2019).
-"""
+"""Fixup: scalar shifts and scales in place of normalisation (Zhang, Dauphin and Ma, ICLR 2019)."""
 
 import math
 
@@ -36,17 +34,13 @@ def conv(n_in: int, n_out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 def init_conv_(layer: nn.Conv2d, factor: float = 1.0) -> None:
-    """He start for rectifiers, N(0, 2 / (outputs x kernel area)), with the standard deviation times
-    `factor`.
-    """
+    """He start, N(0, 2 / (outputs x kernel area)), with the standard deviation times `factor`."""
     fan = layer.out_channels * math.prod(layer.kernel_size)
     nn.init.normal_(layer.weight, std=math.sqrt(2 / fan) * factor)
 
 
 def init_branch_(convs: list[nn.Conv2d], n_blocks: int) -> None:
-    """Start of a residual branch of m convolutions in a network of L blocks: He times L^(-1 / (2m -
-    2)), last one 0.
-    """
+    """Start of a branch of m convolutions among L blocks: He times L^(-1 / (2m - 2)), last 0."""
     for layer in convs[:-1]:
         init_conv_(layer, n_blocks ** (-1 / (2 * len(convs) - 2)))
     nn.init.zeros_(convs[-1].weight)

@@ -1,5 +1,4 @@
-"""Small convolutional networks of three convolutions: `mininet` of the illustrations and the
-LeNet-like `cnn`.
+"""Networks of three convolutions: `mininet` of the illustrations and the LeNet-like `cnn`.
 
 Both were made for 28x28 pixels, where their convolutions without padding end in one pixel. What is
 left on larger images is flattened. Below 28 pixels (digits 8x8, USPS 16x16) the first two

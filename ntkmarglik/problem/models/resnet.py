@@ -15,8 +15,9 @@ from ntkmarglik.problem.models.fixup import (
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions; the shortcut of a wider block takes every second pixel and pads
-    channels with zeros.
+    """Two 3x3 convolutions.
+
+    The shortcut of a wider block takes every second pixel and pads channels with zeros.
     """
 
     def __init__(self, n_in: int, width: int, stride: int, n_blocks: int) -> None:
@@ -42,8 +43,9 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions 1x1, 3x3 and 1x1 with four times as many outputs; the shortcut of a first block
-    is a 1x1 conv.
+    """Convolutions 1x1, 3x3 and 1x1 with four times as many outputs.
+
+    The shortcut of a first block is a 1x1 convolution.
     """
 
     expansion = 4
@@ -76,8 +78,9 @@ class Bottleneck(nn.Module):
 
 
 class FixupResNet(nn.Module):
-    """A 3x3 convolution, stages of residual blocks that double the width and halve the size, mean
-    over pixels, linear.
+    """A 3x3 convolution, stages of residual blocks, mean over pixels, linear.
+
+    Each stage doubles the width and halves the size.
 
     Shapes: [n, c, h, w] to [n, n_classes]. With the last linear layer, the blocks' branches start
     at 0.
@@ -111,9 +114,7 @@ def blocks_per_stage(depth: int) -> int:
 
 
 def resnet(input_shape: tuple[int, int, int], n_classes: int, depth: int, width: int) -> nn.Module:
-    """Fixup ResNet of depth 8n + 2: four stages of n basic blocks of widths w, 2w, 4w, 8w, where w
-    is 16 if not set.
-    """
+    """Fixup ResNet of depth 8n + 2: four stages of n basic blocks of widths w (16), 2w, 4w, 8w."""
     width, n = width or 16, blocks_per_stage(depth)
     blocks, n_in = [], width
     for stage in range(4):
@@ -124,8 +125,7 @@ def resnet(input_shape: tuple[int, int, int], n_classes: int, depth: int, width:
 
 
 def resnet50(input_shape: tuple[int, int, int], n_classes: int, width: int) -> nn.Module:
-    """Fixup ResNet-50 of 3, 4, 6, 3 bottleneck blocks of inner widths w, 2w, 4w, 8w, where w is 64
-    if not set.
+    """Fixup ResNet-50 of 3, 4, 6, 3 bottleneck blocks of inner widths w (64), 2w, 4w, 8w.
 
     The first layer has w/4 = 16 channels: that is how the paper's "16 first-layer channels" and
     "about 23 million parameters" hold at once. Its kernel is 3x3 without stride, for images of 32

@@ -1,5 +1,4 @@
-"""A normalised residual network of the widths of the Fixup one, to show that norm layers are
-handled.
+"""A residual network with norm layers, of the widths of the Fixup one, to show they are handled.
 
 Groups, not batches, are normalised: with batch norm in training mode an output depends on the other
 inputs of the batch, and the Jacobian of one data point, on which the evidence rests, is not
@@ -23,9 +22,7 @@ def group_norm(width: int) -> nn.GroupNorm:
 
 
 class NormBlock(nn.Module):
-    """Two normalised 3x3 convolutions; where the shape changes the shortcut is a normalised 1x1
-    convolution.
-    """
+    """Two normalised 3x3 convolutions; the shortcut is a 1x1 one where the shape changes."""
 
     def __init__(self, n_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -43,8 +40,9 @@ class NormBlock(nn.Module):
 
 
 class NormResNet(nn.Module):
-    """Four stages of `n` blocks of widths w, 2w, 4w, 8w; mean over pixels, linear. Shapes: [n, c,
-    h, w] to [n, C].
+    """Four stages of `n` blocks of widths w, 2w, 4w, 8w; mean over pixels, linear.
+
+    Shapes: [n, c, h, w] to [n, C].
     """
 
     def __init__(self, n_channels: int, n_classes: int, n: int, width: int) -> None:

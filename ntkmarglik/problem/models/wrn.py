@@ -17,9 +17,7 @@ BLOCKS_PER_STAGE = 2
 
 
 class WideBlock(nn.Module):
-    """Rectifier before each of two 3x3 convolutions; where the width changes the shortcut is a 1x1
-    convolution.
-    """
+    """A rectifier before each of two 3x3 convolutions; a 1x1 shortcut where the width changes."""
 
     def __init__(self, n_in: int, width: int, stride: int, n_blocks: int) -> None:
         super().__init__()
@@ -44,8 +42,7 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Channels 16, 16k, 32k, 64k; mean over pixels (8x8 of them on CIFAR) and a linear layer that
-    starts at 0.
+    """Channels 16, 16k, 32k, 64k; mean over pixels, and a linear layer that starts at 0.
 
     Shapes: [n, c, h, w] to [n, n_classes].
     """

@@ -1,6 +1,4 @@
-"""Every setting of a fine-tuning run, with its default: the flags of finetune.py and the keys of
-its yaml files.
-"""
+"""Every setting of a fine-tuning run: the flags of finetune.py and the keys of its yaml files."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Training:
-    """How the weights are trained in every fit: SGD with Nesterov momentum 0.9, cosine decay to
-    0.
-    """
+    """How every fit trains the weights: SGD with Nesterov momentum 0.9, cosine decay to 0."""
 
     steps: PositiveInt = 6000
     """Steps of a fit."""

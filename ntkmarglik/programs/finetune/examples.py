@@ -28,9 +28,7 @@ NAMES = ("digits", *SOURCES, *PICTURES, *TEXTS)
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Inputs, each a picture [h, w, c] uint8, the bytes of a picture file, or a text; and labels
-    [n] int64.
-    """
+    """Inputs (pictures [h, w, c] uint8, bytes of picture files, or texts) and labels [n] int64."""
 
     inputs: np.ndarray | list[bytes] | list[str]
     labels: np.ndarray
@@ -69,9 +67,7 @@ def is_text(name: str) -> bool:
 
 
 def read(name: str, root: Path) -> tuple[Examples, Examples, int]:
-    """Training and test examples of a data set and its number of classes, from `root` or downloaded
-    to it.
-    """
+    """Training and test examples of a data set and its number of classes, downloaded if need be."""
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -96,9 +92,7 @@ def _brightened(images: np.ndarray, labels: np.ndarray) -> Examples:
 
 
 def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> Examples:
-    """The cells of the first of `columns` that the Parquet files of a split have: texts, or bytes
-    of pictures.
-    """
+    """Texts or bytes of pictures: the cells of the first of `columns` that the split has."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -151,8 +145,7 @@ def restricted(examples: Examples, classes: Sequence[int], n_classes: int) -> Ex
 
 
 def balanced(labels: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Indices of a random subset with classes in equal parts, as far as there are enough; 0 takes
-    all.
+    """Indices of a random subset with classes in equal parts, if there are enough; 0: all.
 
     Subsets of one seed are nested: each class is put in a random order, and the classes take turns.
     """

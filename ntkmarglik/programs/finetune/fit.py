@@ -102,9 +102,7 @@ class Fit:
         return mean
 
     def _next_index(self) -> Tensor:
-        """Batches of equal size in a random order; what is left over at the end of an epoch is
-        dropped.
-        """
+        """Batches of equal size in a random order; the rest at the end of an epoch is dropped."""
         if len(self._order) < self.batch_size:
             self._order = torch.randperm(len(self.part), generator=self.batches)
         index = self._order[: self.batch_size]
@@ -142,9 +140,7 @@ class Fit:
 
 
 def _groups(model: Classifier, others: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Weights of the backbone, of the head, and what is trained besides: each has its own limit of
-    the gradient.
-    """
+    """Weights of the backbone, of the head, and the rest: each has its own gradient limit."""
     backbone: list[nn.Parameter] = []
     head: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

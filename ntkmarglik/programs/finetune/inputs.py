@@ -60,9 +60,7 @@ class Part:
         return Part(self._examples.chosen(index), self._prepare, self._device, inputs)
 
     def batch(self, index: Tensor) -> tuple[Inputs, Tensor]:
-        """Inputs and labels of the examples at `index`; texts without columns that are padding in
-        all of them.
-        """
+        """Inputs and labels of the examples at `index`; texts without columns of mere padding."""
         if self._inputs is None:
             x = self._prepare(self._examples, index.numpy())
         else:
@@ -107,9 +105,7 @@ class Data:
     n_classes: int
 
     def halves(self, share: float, seed: int) -> tuple[Part, Part]:
-        """The training data without and with a held-out share that has the classes in equal
-        parts.
-        """
+        """The training data without a held-out share, and that share, classes in equal parts."""
         size = round(share * len(self.train))
         if not 0 < size < len(self.train):
             raise NtkMarglikError(

@@ -1,6 +1,4 @@
-"""What a fit minimises, what it learns besides the weights, and how good the result is by the same
-measure.
-"""
+"""What a fit minimises, what it learns besides the weights, and how good the result is."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ class Map(Objective):
 
 
 class LaplaceEvidence(Map):
-    """The mode under a prior that is learned by the evidence of a diagonal empirical-Fisher Laplace
-    approximation.
-    """
+    """The mode, its prior learned by the evidence of a diagonal empirical-Fisher Laplace."""
 
     def learn(self, part: Part) -> None:
         laplace = self._laplace(part)
@@ -125,9 +121,7 @@ class LaplaceEvidence(Map):
 
 
 class Elbo(Objective):
-    """The evidence lower bound of an isotropic Gaussian posterior; prior variances are optimal in
-    closed form.
-    """
+    """The ELBO of an isotropic Gaussian posterior; prior variances are optimal in closed form."""
 
     kappa: float | None = 1.0  # None: as configured
 

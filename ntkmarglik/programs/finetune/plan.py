@@ -1,6 +1,4 @@
-"""Which fits a method makes: the next one follows from the finished ones, so that a resumed search
-repeats itself.
-"""
+"""Which fits a method makes: the next follows from those finished, so a resumed search repeats."""
 
 from __future__ import annotations
 

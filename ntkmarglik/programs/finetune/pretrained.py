@@ -1,6 +1,4 @@
-"""Pretrained networks by the names of the transformers library, with a new head, and what makes
-inputs for them.
-"""
+"""Pretrained networks of the transformers library with a new head, and what makes their inputs."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ INSTALL = "pip install 'ntk-marglik[finetune]'"
 
 
 class Classifier(nn.Module):
-    """A transformers classifier as a function of one argument, pixels [n, 3, h, w] or a mapping of
-    tokens, to logits.
+    """A transformers classifier of one argument, pixels [n, 3, h, w] or a mapping, to logits.
 
     Its parameters are `network.BACKBONE.*` and those of the head.
     """
@@ -59,9 +56,7 @@ class Classifier(nn.Module):
 
 
 def load(checkpoint: str, n_classes: int, *, text: bool, seed: int) -> Classifier:
-    """The network of a checkpoint, in training mode, with a head for these classes drawn from the
-    seed.
-    """
+    """The network of a checkpoint, in training mode, with a head drawn from the seed."""
     transformers = library()
     kind = (
         transformers.AutoModelForSequenceClassification
@@ -97,8 +92,7 @@ def _renew_head(model: Classifier, generator: torch.Generator) -> None:
 
 
 def l2_sp(model: Classifier, backbone: float, head: float) -> GaussianPrior:
-    """Independent Gaussians around the weights of the backbone as they are now, and around zero for
-    the head.
+    """Gaussians around the present weights of the backbone, and around zero for the head.
 
     backbone, head: their precisions, the usual weight decay times the number of data.
     """

@@ -56,9 +56,7 @@ def save(method: str, lines: list[Metrics], summary: Metrics, path: Path) -> Non
 
 
 def figure(method: str, lines: list[Metrics], summary: Metrics, path: Path) -> None:
-    """Test accuracy and log-likelihood of every fit against the time of the run; the chosen fit
-    stands out.
-    """
+    """Test accuracy and log-likelihood of every fit over time; the chosen fit stands out."""
     titles = {
         "test_accuracy": "test accuracy",
         "test_log_likelihood": "test log-likelihood per datum",

@@ -16,18 +16,14 @@ TEMPERATURES = (1.0, 0.1, 0.01, 0.001, 0.0001)
 
 
 def evaluated(model: nn.Module, part: Part) -> dict[str, float]:
-    """Accuracy, its mean over classes, log-likelihood and calibration error at the weights as they
-    are.
-    """
+    """Accuracy, its mean over classes, log-likelihood and calibration error at these weights."""
     with torch.no_grad(), evaluating(model):
         logits = torch.cat([model(x) for x, _ in part.batches()])
     return {**metrics(logits, part.y), "macro_accuracy": macro_accuracy(logits, part.y)}
 
 
 def macro_accuracy(logits: Tensor, y: Tensor) -> float:
-    """The mean over classes of the share of their examples that are recognised; each class counts
-    the same.
-    """
+    """The mean over classes of the share of their examples that are recognised."""
     correct = (logits.argmax(1) == y).double()
     classes = y.unique()
     return torch.stack([correct[y == c].mean() for c in classes]).mean().item()
@@ -36,8 +32,7 @@ def macro_accuracy(logits: Tensor, y: Tensor) -> float:
 def conditional(
     objective: Objective, train: Part, held_out: Part, *, draws: int, generator: torch.Generator
 ) -> float:
-    """The conditional evidence of held-out data, per datum, from a diagonal Laplace approximation
-    of the rest.
+    """The conditional evidence of held-out data, per datum, by a diagonal Laplace of the rest.
 
     The draws are narrowed by the factor, among TEMPERATURES, with which they classify the held-out
     data best; of those that do so equally well, by the one of the highest evidence.

@@ -27,8 +27,9 @@ SPLIT_SEED = 7
 
 
 class Transfer:
-    """All fits of a method; call `run`. The model's weights must be the pretrained ones, and end as
-    the chosen ones.
+    """All fits of a method; call `run`.
+
+    The model's weights must be the pretrained ones, and end as the chosen ones.
     """
 
     unit = "step"
@@ -71,9 +72,7 @@ class Transfer:
         return len(self.done) == self.n_fits
 
     def run(self, folder: RunFolder | NoFolder, progress: Progress | None = None) -> None:
-        """Make all fits; an interrupt ends the run after the step it falls in, with a
-        checkpoint.
-        """
+        """Make all fits; an interrupt ends the run after its step, with a checkpoint."""
         saved = time.monotonic()
         with deferred_interrupts("step") as interrupted, torch.random.fork_rng():
             while not self.finished:
@@ -193,9 +192,7 @@ class Transfer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up a run where its checkpoint left it; nothing is changed if its settings are
-        others.
-        """
+        """Take up a run where its checkpoint left it; with other settings nothing is changed."""
         self.config.refuse_other(state["settings"])
         self.done = []
         for stored in state["done"]:

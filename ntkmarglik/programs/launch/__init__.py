@@ -1,3 +1,1 @@
-"""Files of commands as jobs, on this machine or a SLURM cluster, through submitit; see
-`scripts/launch.py`.
-"""
+"""Files of commands as jobs, here or on a SLURM cluster, by submitit; see `scripts/launch.py`."""

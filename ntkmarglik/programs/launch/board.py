@@ -1,6 +1,4 @@
-"""The state of a sweep on the screen: a table that redraws itself on a terminal, else one line per
-change.
-"""
+"""The state of a sweep: a table that redraws itself on a terminal, else one line per change."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ def heading(sweep: Sweep) -> str:
 
 
 def table(sweep: Sweep) -> Table:
-    """Running lines with their latest numbers, then failed ones, then those that were tried
-    before.
-    """
+    """Running lines with their latest numbers, then failed ones, then those tried before."""
     shown = [entry for entry in sweep.entries if entry.status == "running"]
     shown += [entry for entry in sweep.entries if entry.status == "failed"]
     shown += [

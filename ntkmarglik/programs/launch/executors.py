@@ -173,8 +173,7 @@ class _Process:
 
 @contextlib.contextmanager
 def _shielded(log: Path) -> Iterator[None]:
-    """What is started here outlives the launcher's terminal, and does not keep its streams from
-    ending.
+    """What is started here outlives the launcher's terminal, and does not hold its streams open.
 
     It ignores Ctrl-C and hang-ups (ignored signals stay so in a new program), and what it says goes
     to a file.
@@ -197,8 +196,9 @@ def _shielded(log: Path) -> Iterator[None]:
 
 
 class Slurm:
-    """A SLURM cluster. SLURM puts a job back that met its time limit or was pre-empted; it
-    continues its run.
+    """A SLURM cluster.
+
+    SLURM puts a job back that met its time limit or was pre-empted; it continues its run.
     """
 
     name = "slurm"

@@ -1,6 +1,4 @@
-"""What a job does: one line of a command file, in its own process, with nobody else in its
-folder.
-"""
+"""What a job does: one line of a command file, in its own process, alone in its folder."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ class Job:
         return code
 
     def checkpoint(self) -> DelayedSubmission:
-        """What submitit puts in the queue before a time limit or a pre-emption ends the job: the
-        same.
+        """What submitit queues before a time limit or pre-emption ends the job: the same job.
 
         Programs save checkpoints by themselves as they run, and continue from the last one.
         """

@@ -89,9 +89,7 @@ class RunLine:
 
 @dataclass(frozen=True)
 class GridLine:
-    """A part of a bound grid; parts of one grid have one folder and are made one after the
-    other.
-    """
+    """A part of a bound grid; parts of one grid share a folder and take turns."""
 
     number: int
     config: GridConfig

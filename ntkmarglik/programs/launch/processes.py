@@ -16,9 +16,7 @@ MEETING = ("standalone", "rdzv_endpoint", "rdzv_id", "master_port")
 
 
 def checked(options: Sequence[str]) -> tuple[str, ...]:
-    """Options of torchrun, refused if it would; without a place to meet, jobs on one machine choose
-    free ones.
-    """
+    """Options of torchrun, refused if it would; without a meeting place, jobs choose a free one."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -40,9 +38,7 @@ def checked(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Options of torchrun, the program's name and its flags, as in the line; returns the exit
-    code.
-    """
+    """Run a line's torchrun options, program and flags; returns the exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

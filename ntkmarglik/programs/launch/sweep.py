@@ -1,6 +1,4 @@
-"""All lines of a command file as jobs: submitted, watched, tried again, and found again by the next
-launcher.
-"""
+"""All lines of a command file as jobs: submitted, watched, tried again, and found again later."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The paper's experiments: their settings by id and scale, and estimators by the names the paper
-gives them.
-"""
+"""The paper's experiments: settings by id and scale, and estimators by the paper's names."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def _files(names: Sequence[str], scale: Scale) -> list[str]:
 
 
 def estimator(label: str) -> dict[str, Any]:
-    """The settings that METHOD-S-K stands for (N and C mean all), as in "KFAC-N-1"; also "MAP",
-    "DE-ELBO" and alike.
-    """
+    """The settings of METHOD-S-K (N and C mean all), as in "KFAC-N-1"; also "MAP" and alike."""
     without_blocks = [name for name in METHODS if not METHODS[name].uses_blocks()]
     if label.lower() in without_blocks:
         return {"method": label.lower()}

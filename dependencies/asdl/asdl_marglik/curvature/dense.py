@@ -143,7 +143,14 @@ class _SumOverRows(Term):
     def log_det(
         self, total: Tensor, scale: Tensor, log_precision: Tensor, *, coarse: bool
     ) -> Tensor:
-        """The log-determinant from the sum over all data; coarse: one made in lower precision."""
+        """The log-determinant from the sum over all data.
+
+        Args:
+            total: the sum over all data.
+            scale: multiplies H.
+            log_precision: of the prior's groups.
+            coarse: the sum was made in lower precision than float64.
+        """
 
 
 class Dense(_SumOverRows):

@@ -106,9 +106,7 @@ class Kron(Term):
         return [] if self.kinds[1] == "rows" else self.requests()
 
     def memory(self, problem: Problem) -> Memory:
-        """Both factors, or their rows; eigenvectors of the larger one in float64; factors of a
-        chunk, twice.
-        """
+        """Both factors or rows; eigenvectors of the larger in float64; a chunk's factors twice."""
         o, d = problem.plan.weights[self.names[0]].shape[0], problem.sizes[self.names[0]]
         d = 1 if self.bias else d // max(1, o)
         t = problem.plan.positions[self.names[0]]
@@ -285,10 +283,14 @@ class Kron(Term):
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues [groups, m] of a factor in float64."""
+    """Eigenvalues [groups, m] of a factor in float64.
+
+    Args:
+        values: the eigenvalues.
+        hidden: sizes of those that may be rounding alone; None where a sum was made in float64.
+    """
 
     values: Tensor
-    # sizes of those that may be rounding alone; None where a sum was made in float64
     hidden: Tensor | None = None
 
 

@@ -26,8 +26,9 @@ KEPT_ROWS = 2**19
 
 
 def _exact(problem: Problem, names: tuple[str, ...]) -> Term:
-    """The exact block of some weights, in the smaller of row space and weight space (Sylvester:
-    same determinant).
+    """The exact block of some weights, in the smaller of row space and weight space.
+
+    Both have the same determinant (Sylvester).
     """
     sizes = {name: problem.sizes[name] for name in names}
     if problem.n_rows <= sum(sizes.values()):
@@ -197,7 +198,12 @@ register_structure(
 
 
 def parts_of(structure: str, problem: Problem) -> list[Term]:
-    """The parts of a named structure; every weight is in exactly one of them."""
+    """The parts of a named structure; every weight is in exactly one of them.
+
+    Args:
+        structure: by name.
+        problem: plan, prior, data points and rows.
+    """
     if structure not in STRUCTURES:
         raise CurvatureError(
             f"unknown structure {structure!r}; choose one of {', '.join(STRUCTURES)}"

@@ -106,13 +106,26 @@ class Term(ABC):
         observations: list[Tensor],
         log_precision: Tensor,
     ) -> list[Tensor]:
-        """Statistics with one more piece of the observations of all data; of none they are []."""
+        """Statistics with one more piece of the observations of all data; of none they are [].
+
+        Args:
+            statistics: of the pieces so far.
+            piece: which of `pieces`.
+            observations: of this piece, of all data.
+            log_precision: of the prior's groups.
+        """
         return observations
 
     def precision_gradient(
         self, observations: list[list[Tensor]], bars: list[Tensor], log_precision: Tensor
     ) -> Tensor:
-        """Gradient in the log precision, where `summarise` depends on it."""
+        """Gradient in the log precision, where `summarise` depends on it.
+
+        Args:
+            observations: of all data, by piece.
+            bars: cotangents of the statistics.
+            log_precision: of the prior's groups.
+        """
         return torch.zeros_like(log_precision)
 
     @abstractmethod
@@ -137,7 +150,13 @@ class Term(ABC):
     def exchange(  # noqa: B027 - only rows that are on several ranks have to be exchanged
         self, observations: list[list[Tensor]], bars: list[Tensor], log_precision: Tensor
     ) -> None:
-        """Get what `pull` needs of other ranks."""
+        """Get what `pull` needs of other ranks.
+
+        Args:
+            observations: of this rank's data, by piece.
+            bars: cotangents of the statistics.
+            log_precision: of the prior's groups.
+        """
 
     @abstractmethod
     def log_det_ratio(
@@ -155,27 +174,55 @@ class Term(ABC):
     def kernel(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
     ) -> Tensor:
-        """V P0^-1 V^T [n R, n R] in float64, of a term that has rows; arguments as above."""
+        """V P0^-1 V^T [n R, n R] in float64, of a term that has rows.
+
+        Args:
+            statistics: of all data.
+            mixing: [n, K, R], still to be applied to "rows".
+            scale: multiplies H.
+            log_precision: of the prior's groups, in float64.
+        """
         raise TypeError(f"{self.label} curvature has no rows")
 
     @abstractmethod
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        """Eigenvalues of H in float64, zeros possibly left out."""
+        """Eigenvalues of H in float64, zeros possibly left out.
+
+        Args:
+            statistics: of all data.
+            mixing: [n, K, R], still to be applied to "rows".
+        """
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        """`log_det_ratio` as a function of the prior; what does not depend on it is done once."""
+        """`log_det_ratio` as a function of the prior; what does not depend on it is done once.
+
+        Args:
+            statistics: of all data.
+            mixing: [n, K, R], still to be applied to "rows".
+        """
         return lambda scale, log_precision: self.log_det_ratio(
             statistics, mixing, scale, log_precision
         )
 
 
 def mix(rows: Tensor, mixing: Tensor | None) -> Tensor:
-    """Root rows [n, R, ...] from the rows [n, K, ...] of the output cotangents."""
+    """Root rows [n, R, ...] from the rows [n, K, ...] of the output cotangents.
+
+    Args:
+        rows: of the output cotangents [n, K, ...].
+        mixing: [n, K, R]; None for the identity.
+    """
     return rows if mixing is None else torch.einsum("nkr,nk...->nr...", mixing, rows)
 
 
 def inverse_precision(log_precision: Tensor, groups: Groups, sizes: Mapping[str, int]) -> Tensor:
-    """Diagonal of P0^-1 for the listed weights [sum of sizes]."""
+    """Diagonal of P0^-1 for the listed weights [sum of sizes].
+
+    Args:
+        log_precision: of the prior's groups [G].
+        groups: the group of each weight, or its slice of `log_precision`.
+        sizes: numbers in each weight, by name.
+    """
     parts = []
     for name, size in sizes.items():
         entries = log_precision[groups[name]].reshape(-1)

@@ -1,3 +1,1 @@
-"""Two passes over the data: small statistics first, exact gradients of anything made of them
-second.
-"""
+"""Two passes over the data: small statistics, then exact gradients of anything made of them."""

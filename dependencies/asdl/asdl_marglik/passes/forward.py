@@ -51,7 +51,12 @@ class Scratch:
         self._memory: Tensor | None = None
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
-        """An uninitialised tensor that is valid until the next is taken."""
+        """An uninitialised tensor that is valid until the next is taken.
+
+        Args:
+            like: says dtype and device.
+            shape: of the tensor.
+        """
         size = torch.Size(shape).numel()
         if self._memory is None or self._memory.numel() < size or self._memory.dtype != like.dtype:
             self._memory = None  # free it before the larger one is there
@@ -63,8 +68,9 @@ class Scratch:
 class UseCotangents:
     """What the backward passes of a chunk leave.
 
-    whole: cotangents [n, K, Q, ...] by use. reduced: rows or factors where these are smaller than
-    the cotangents that they were made of.
+    Args:
+        whole: cotangents [n, K, Q, ...] by use.
+        reduced: rows or factors where these are smaller than the cotangents that they were made of.
     """
 
     whole: dict[int, Tensor]
@@ -258,7 +264,12 @@ class Chunk:
     # ------------------------------------------------------------------------------------ rows
 
     def rows(self, name: str, out: Tensor | None = None) -> Tensor:
-        """Jacobian rows [n, K, *shape] of one weight, without a graph; written to `out`, if any."""
+        """Jacobian rows [n, K, *shape] of one weight, without a graph.
+
+        Args:
+            name: of the weight.
+            out: where the rows are written, if anywhere.
+        """
         if name in self.plan.persample:
             total = self._persample_rows[name]
         else:
@@ -293,7 +304,12 @@ class Chunk:
         return numbers // (self.n * self.copies * outputs)
 
     def input_moment(self, name: str, *, double: bool = False) -> Tensor:
-        """Sum of outer products [groups, D, D] of patches averaged over copies, over all uses."""
+        """Sum of outer products [groups, D, D] of patches averaged over copies, over all uses.
+
+        Args:
+            name: of the weight.
+            double: sum in float64.
+        """
         moments = []
         for index, role in self.plan.uses_of[name]:
             use = self.use(index)
@@ -308,7 +324,12 @@ class Chunk:
         return a if self.copies == 1 else a.unflatten(1, (self.copies, -1)).mean(1)
 
     def input_factors(self, name: str, form: Form) -> list[Tensor | None]:
-        """For every use of a weight, its patches [n, T, groups, D]; None for a bias."""
+        """For every use of a weight, its patches [n, T, groups, D]; None for a bias.
+
+        Args:
+            name: of the weight.
+            form: how positions are put together.
+        """
         factors = []
         for index, role in self.plan.uses_of[name]:
             a = detached(self.inputs[index])
@@ -316,7 +337,12 @@ class Chunk:
         return factors
 
     def output_factors(self, name: str, form: Form) -> list[Tensor]:
-        """For every use of a weight, its positions [n, K, T, groups, O]."""
+        """For every use of a weight, its positions [n, K, T, groups, O].
+
+        Args:
+            name: of the weight.
+            form: how positions are put together.
+        """
         factors = []
         for index, role in self.plan.uses_of[name]:
             positions = self.use_cotangents.reduced.get((index, role, form))
@@ -327,7 +353,14 @@ class Chunk:
         return factors
 
     def patches(self, index: int, role: str, a: Tensor, form: Form) -> Tensor | None:
-        """Patches of an input [n, Q, ...] of a use."""
+        """Patches of an input of a use.
+
+        Args:
+            index: of the use.
+            role: of the weight in it.
+            a: the input [n, Q, ...].
+            form: how positions are put together.
+        """
         use = self.use(index)
         if form != "all":
             # patches are linear in the input: averaging copies first is the same and cheaper
@@ -342,7 +375,14 @@ class Chunk:
         return patches.mean(1, keepdim=True) if form == "reduce" else patches
 
     def positions(self, index: int, role: str, g: Tensor, form: Form) -> Tensor:
-        """Positions of the cotangents [n, K, Q, ...] of a use."""
+        """Positions of the cotangents of a use.
+
+        Args:
+            index: of the use.
+            role: of the weight in it.
+            g: cotangents of its output [n, K, Q, ...].
+            form: how positions are put together.
+        """
         use = self.use(index)
         if form != "all":
             g = g.unflatten(2, (self.copies, -1)).sum(2)

@@ -122,7 +122,13 @@ class Budget:
         return SHARE * free_memory(self.device) if self.bytes is None else self.bytes
 
     def arrange(self, problem: Problem, parts: list[Term], *, again: bool) -> Arrangement:
-        """The layout of both passes, or of the first alone."""
+        """The layout of both passes, or of the first alone.
+
+        Args:
+            problem: plan, prior, data points and rows.
+            parts: terms of the log-determinant.
+            again: a second pass will follow.
+        """
         return arrange(
             problem,
             parts,
@@ -135,7 +141,14 @@ class Budget:
     def refusal(
         self, structure: str, problem: Problem, arrangement: Arrangement, *, again: bool
     ) -> str | None:
-        """Why an estimate does not fit, and what does; None if it fits."""
+        """Why an estimate does not fit, and what does; None if it fits.
+
+        Args:
+            structure: by name.
+            problem: plan, prior, data points and rows.
+            arrangement: the layout that was found.
+            again: a second pass will follow.
+        """
         allowed = self.allowed
         if arrangement.bytes <= allowed:
             return None
@@ -156,7 +169,11 @@ class Budget:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be had; infinite where the system does not say."""
+    """Bytes that can still be had; infinite where the system does not say.
+
+    Args:
+        device: a GPU, or the CPU for the memory of the machine.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

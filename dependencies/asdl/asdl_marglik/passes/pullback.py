@@ -21,7 +21,11 @@ from asdl_marglik.watch.model import taken
 
 
 class PullBack:
-    """Collects cotangents for one chunk; `gradients` takes all of them back at once."""
+    """Collects cotangents for one chunk; `gradients` takes all of them back at once.
+
+    Args:
+        chunk: run with a graph.
+    """
 
     def __init__(self, chunk: Chunk):
         self.chunk = chunk
@@ -69,7 +73,13 @@ class PullBack:
     def factors(
         self, name: str, form: Form, bars: Sequence[tuple[Tensor | None, Tensor | None]]
     ) -> None:
-        """Take in the cotangents of the factors, use by use: (of patches, of positions)."""
+        """Take in the cotangents of the factors of a weight.
+
+        Args:
+            name: of the weight.
+            form: in which the factors were asked for.
+            bars: for every use, those of patches and of positions.
+        """
         uses = self.chunk.plan.uses_of[name]
         for (index, role), (patches_bar, positions_bar) in zip(uses, bars, strict=True):
             if patches_bar is not None and self._wanted_input(index):

@@ -17,10 +17,22 @@ class RootRows(Protocol):
     cotangents_follow_outputs: bool  # whether they depend on the outputs (else they are constants)
 
     def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
-        """Cotangents of the outputs [n, K, C] for outputs f [n, C]."""
+        """Cotangents of the outputs [n, K, C].
+
+        Args:
+            f: outputs [n, C].
+            y: targets.
+            columns: root columns of each datum [n, K].
+        """
 
     def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
-        """Coefficients [n, K, R] of the rows of these cotangents, or None for the identity."""
+        """Coefficients [n, K, R] of the rows of these cotangents, or None for the identity.
+
+        Args:
+            f: outputs [n, C].
+            y: targets.
+            columns: root columns of each datum [n, K].
+        """
 
 
 @dataclass

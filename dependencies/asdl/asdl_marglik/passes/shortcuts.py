@@ -1,5 +1,7 @@
-"""The shortcuts of the engine, each exact, each with a switch: turned off one by one by the tests,
-by nobody else.
+"""The shortcuts of the engine, each exact, each with a switch.
+
+Tests turn them off one by one, and a caller that wants the rows of single outputs turns off
+`fewer_cotangents`; nobody else does.
 
 A shortcut is another way to a result where it applies. A derivative given in closed form (`linalg`)
 is the only way to its result and has no switch; the tests compare it with autograd.

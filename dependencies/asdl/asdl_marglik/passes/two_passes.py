@@ -65,7 +65,12 @@ class Residency(ABC):
 
     @abstractmethod
     def observations(self, number: int, piece: int) -> list[Tensor]:
-        """Those of one piece of a part, of all data."""
+        """Those of one piece of a part, of all data.
+
+        Args:
+            number: of the part.
+            piece: of its observations.
+        """
 
 
 class Collected(Residency):
@@ -123,7 +128,11 @@ class Collected(Residency):
 
 
 class Deferred(Residency):
-    """Chunks without their graphs; an observation is made of them when it is asked for."""
+    """Chunks without their graphs; an observation is made of them when it is asked for.
+
+    Args:
+        parts: terms of the log-determinant.
+    """
 
     def __init__(self, parts: Sequence[Term]):
         self._parts = parts
@@ -177,7 +186,12 @@ class Bars:
     log_precision: Tensor
 
     def of(self, parts: Sequence[Term], span: slice) -> Bars:
-        """For some data points: their outputs and rows; sums and kernels belong to all data."""
+        """Those of some data points' outputs and rows; sums and kernels belong to all data.
+
+        Args:
+            parts: terms of the log-determinant.
+            span: the data points among all.
+        """
         by_part = [_of_span(part, bars, span) for part, bars in zip(parts, self.parts, strict=True)]
         outputs = None if self.outputs is None else self.outputs[span]
         return Bars(outputs, by_part, self.log_precision)
@@ -276,7 +290,12 @@ class Passes:
     # ---------------------------------------------------------------------------------- chunks
 
     def augmented(self, x: Inputs, index: int) -> Inputs:
-        """Copies [n, A, ...] of a batch, the same ones in both passes."""
+        """Copies [n, A, ...] of a batch, the same ones in both passes.
+
+        Args:
+            x: inputs of the batch [n, ...].
+            index: number of the batch.
+        """
         if self.augment is None:
             return map_inputs(lambda t: t.unsqueeze(1), x)
         return augmented(self.augment, x, self.seed + index)
@@ -673,7 +692,13 @@ def statistics(passes: Passes, log_precision: Tensor) -> tuple[Tensor, list[list
 
 
 def augmented(augment: nn.Module, x: Inputs, seed: int) -> Inputs:
-    """The module's copies [n, A, ...] of x [n, ...], with random draws that depend on `seed`."""
+    """The module's copies [n, A, ...] of inputs [n, ...], with draws that depend on a seed.
+
+    Args:
+        augment: the module.
+        x: inputs [n, ...].
+        seed: of its random draws.
+    """
     n, device = len(tensors_of(x)[0]), tensors_of(x)[0].device
     with seeded(seed, device):
         copies = augment(copied(x))  # which may write to its input

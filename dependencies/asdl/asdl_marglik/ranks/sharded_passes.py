@@ -1,5 +1,4 @@
-"""One block of data on several ranks: each runs both passes over its own data points, statistics
-are put together.
+"""One block of data on several ranks: each runs both passes over its own data points.
 
 Sums over data are reduced and rows are gathered, so that every rank has the statistics of all data,
 and whatever is computed from them is computed everywhere alike; of the rows of a kernel each keeps
@@ -33,8 +32,12 @@ OTHER_SEED = 1_000_003  # between the seeds of ranks
 
 @dataclass(frozen=True)
 class Share:
-    """Which data points of a batch are a rank's: batch number `batch`, its entries from `start` on,
-    of `total`.
+    """Which data points of a batch are a rank's.
+
+    Args:
+        batch: number of the batch.
+        start: number of the first of its data points that are the rank's.
+        total: data points of the whole batch.
     """
 
     batch: int
@@ -44,15 +47,19 @@ class Share:
 
 @dataclass(kw_only=True)
 class ShardedPasses(Passes):
-    """Both passes over this rank's part of the data; results and gradients are those of all data,
-    on every rank.
+    """Both passes over this rank's part of the data, with the results and gradients of all data.
 
     Every rank is given the same batches and takes its own data points of them.
+
+    Args:
+        ranks: that share the data.
+        shares: of own batches, in order; found while they are read.
+        lengths: of all batches; found while they are read.
     """
 
     ranks: Ranks
-    shares: list[Share] = field(default_factory=list)  # of own batches, in order
-    lengths: list[int] = field(default_factory=list)  # of all batches
+    shares: list[Share] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.n_all, whole = self.n_data, self.batches
@@ -109,9 +116,7 @@ class ShardedPasses(Passes):
         return self._everything
 
     def augmented(self, x: Inputs, index: int) -> Inputs:
-        """Copies of own data; those that one rank alone would make, if the module can draw a part
-        of a batch.
-        """
+        """Copies of own data: those of one rank alone, if the module can draw a part of a batch."""
         if self.augment is None:
             return super().augmented(x, index)
         share = self.shares[index]
@@ -141,9 +146,7 @@ class ShardedPasses(Passes):
         return results
 
     def _check(self) -> None:
-        """Refuse blocks or seeds that differ between ranks, which would give numbers without a
-        meaning.
-        """
+        """Refuse blocks or seeds that differ between ranks: the numbers would mean nothing."""
         if self.n_all < self.ranks.size:
             raise CurvatureError(
                 f"{self.n_all} data points cannot be shared among {self.ranks.size} ranks; each "

@@ -1,3 +1,1 @@
-"""The marginal likelihood of the linearised Laplace approximation, estimated from blocks of
-data.
-"""
+"""The marginal likelihood of the linearised Laplace approximation, estimated from blocks."""

@@ -67,7 +67,12 @@ class PreparedBlock:
     cache: Cache | None = None
 
     def log_prob_of(self, f: Tensor, likelihood: Likelihood) -> Tensor:
-        """The log-likelihood of all data before the temperature, from outputs f of some."""
+        """The log-likelihood of all data before the temperature, from the outputs of some.
+
+        Args:
+            f: outputs of some data.
+            likelihood: of the data.
+        """
         passes = self.passes if self.data is None else self.data
         targets = passes.rows_of_data[0]
         each = likelihood.log_prob(f.double().reshape(-1, *self.shape), targets)

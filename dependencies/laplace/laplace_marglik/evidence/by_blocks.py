@@ -1,5 +1,4 @@
-"""The evidence of all data, with gradients in the augmentation that are estimated from one block at
-a time.
+"""The evidence of all data, with augmentation gradients estimated from one block at a time.
 
 The curvature statistics of all data are sums over data, G = sum_i G_i(eta). One pass over all data
 gives G and the derivative of the evidence in it; the derivative in eta is then a sum over data too,
@@ -29,11 +28,14 @@ from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
 def evidence_by_blocks(
     ml: MarginalLikelihood, blocks: Sequence[tuple[Any, Tensor]], generator: torch.Generator
 ) -> Callable[[], Evidence]:
-    """A function that evaluates all data for the current prior; each gradient in the augmentation
-    is of a new block.
+    """A function that evaluates all data for the current prior.
 
-    blocks: all data as batches (x, y) that can be read any number of times. generator: of their
-    order.
+    Each gradient in the augmentation is of a new block.
+
+    Args:
+        ml: with an additive structure.
+        blocks: all data as batches (x, y) that can be read any number of times.
+        generator: of their order.
     """
     order = _rounds(len(blocks), generator)
 

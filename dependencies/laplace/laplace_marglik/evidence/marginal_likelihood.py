@@ -462,7 +462,7 @@ class MarginalLikelihood:
         if columns is None and block is not None:
             columns = block.columns
         if columns is None:
-            columns = draw_columns(n, c, self._k(plan), self.columns == "iid", self.generator)
+            columns = draw_columns(n, c, self._k(plan), self.generator, iid=self.columns == "iid")
         columns = checked_columns(columns, n, c).to(y.device)
         k = columns.shape[1]
         n_data_blocks = self.n_data / n if block is None else block.n_data_blocks
@@ -538,11 +538,11 @@ class MarginalLikelihood:
 
         def batches() -> Iterable[tuple[Any, Tensor, Tensor]]:
             generator = torch.Generator().manual_seed(seed)  # the same columns in both passes
-            shared = None if self.columns == "iid" else draw_columns(1, c, k, False, generator)
+            shared = None if self.columns == "iid" else draw_columns(1, c, k, generator, iid=False)
             for x, y in checks.pairs(loader):
                 y = self.placed(checks.targets(y))
                 own = (
-                    draw_columns(len(y), c, k, True, generator)
+                    draw_columns(len(y), c, k, generator, iid=True)
                     if shared is None
                     else shared.expand(len(y), -1)
                 )

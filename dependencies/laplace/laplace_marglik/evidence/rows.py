@@ -21,7 +21,12 @@ from laplace_marglik.likelihood.base import Root
 
 @dataclass
 class SingleOutputs:
-    """Rows of single outputs, mixed by a root of their sub-block of Lambda."""
+    """Rows of single outputs, mixed by a root of their sub-block of Lambda.
+
+    Args:
+        likelihood: whose root.
+        shape: of one datum's outputs.
+    """
 
     likelihood: Likelihood
     shape: torch.Size  # of one datum's outputs
@@ -36,7 +41,13 @@ class SingleOutputs:
 
 @dataclass
 class Contrasts:
-    """Rows of all outputs, from the directions [R, C] that the likelihood does not ignore."""
+    """Rows of all outputs, from the directions that the likelihood does not ignore.
+
+    Args:
+        likelihood: whose root.
+        shape: of one datum's outputs.
+        directions: of the outputs that count [R, C].
+    """
 
     likelihood: Likelihood
     shape: torch.Size
@@ -52,7 +63,13 @@ class Contrasts:
 
 @dataclass
 class RootColumns:
-    """Rows of some columns of a true root of Lambda."""
+    """Rows of some columns of a true root of Lambda.
+
+    Args:
+        likelihood: whose root.
+        shape: of one datum's outputs.
+        kind: which root.
+    """
 
     likelihood: Likelihood
     shape: torch.Size
@@ -115,12 +132,27 @@ def n_root_columns(likelihood: Likelihood, shape: torch.Size, root: Root) -> int
 
 
 def cotangents_per_datum(rows: Rows, k: int) -> int:
-    """Backward passes per datum for k root columns."""
+    """Backward passes per datum.
+
+    Args:
+        rows: the form of the rows.
+        k: root columns of each datum.
+    """
     return len(rows.directions) if isinstance(rows, Contrasts) else k
 
 
-def draw_columns(n: int, n_outputs: int, k: int, iid: bool, generator: torch.Generator) -> Tensor:
-    """Random distinct columns [n, k]: the same for all data points, or drawn for each (`iid`)."""
+def draw_columns(
+    n: int, n_outputs: int, k: int, generator: torch.Generator, *, iid: bool
+) -> Tensor:
+    """Random distinct columns [n, k].
+
+    Args:
+        n: data points.
+        n_outputs: root columns that there are.
+        k: root columns of each datum.
+        generator: of the draws.
+        iid: drawn for each data point, instead of the same for all.
+    """
     if k == n_outputs:
         return torch.arange(n_outputs).expand(n, -1)
     draws = torch.rand(n if iid else 1, n_outputs, generator=generator).argsort(1)[:, :k]
@@ -128,7 +160,13 @@ def draw_columns(n: int, n_outputs: int, k: int, iid: bool, generator: torch.Gen
 
 
 def checked_columns(columns: Tensor, n: int, c: int) -> Tensor:
-    """Columns as [n, K], distinct and in range."""
+    """Columns as [n, K], distinct and in range.
+
+    Args:
+        columns: [K] or [n, K].
+        n: data points.
+        c: root columns that there are.
+    """
     columns = torch.as_tensor(columns)
     if columns.dim() == 1:
         columns = columns.expand(n, -1)

@@ -100,8 +100,7 @@ class DataEmphasizedELBO:
         force: bool = False,
     ):
         checks.positive_integer("n_data", n_data)
-        if variance not in ("optimal", "fixed"):
-            raise MarglikError(f"variance must be optimal or fixed, got {variance!r}")
+        checks.one_of("variance", variance, ("optimal", "fixed"))
         self.model = model
         self.likelihood = likelihood_for(likelihood)
         self.prior = prior
@@ -114,13 +113,7 @@ class DataEmphasizedELBO:
         weights = self.weights
         prior.check(weights, self._hyper_in_network)
         self.n_weights = sum(w.numel() for w in weights.values())
-        self.kappa = self._checked_kappa(kappa)
-        if self.kappa != 1 and self.likelihood.learns_noise and not force:
-            raise MarglikError(
-                f"kappa = {self.kappa:g} with a learned noise is ill-posed: the objective may grow "
-                "without limit as the noise goes to zero. Fix it, Gaussian(sigma, "
-                "learn_sigma=False), or use kappa=1; force=True allows it"
-            )
+        self.kappa = self._checked_kappa(kappa, force=force)
         self.width = LearnedWidth(posterior, prior, weights, sigma)
         device = self.width.raw_sigma.device
         self.generator = generator or torch.Generator(device).manual_seed(torch.initial_seed())
@@ -319,7 +312,7 @@ class DataEmphasizedELBO:
         copies = augmented(self.augment, x, self._seed() if seed is None else seed)
         return run_averaged(self.model, copies, weights)
 
-    def _checked_kappa(self, kappa: float | Literal["auto"]) -> float:
+    def _checked_kappa(self, kappa: float | Literal["auto"], *, force: bool) -> float:
         if isinstance(kappa, str) and kappa != "auto":
             raise MarglikError(f"kappa must be a positive number or 'auto' for D/N, got {kappa!r}")
         value = self.n_weights / self.n_data if kappa == "auto" else float(kappa)
@@ -329,6 +322,12 @@ class DataEmphasizedELBO:
             raise MarglikError(
                 "an ELBO grows without limit in a learned temperature; construct the likelihood "
                 "without"
+            )
+        if value != 1 and self.likelihood.learns_noise and not force:
+            raise MarglikError(
+                f"kappa = {value:g} with a learned noise is ill-posed: the objective may grow "
+                "without limit as the noise goes to zero. Fix it, Gaussian(sigma, "
+                "learn_sigma=False), or use kappa=1; force=True allows it"
             )
         return value
 

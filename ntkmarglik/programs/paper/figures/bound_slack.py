@@ -1,5 +1,4 @@
-"""Bounds of the evidence against a hyperparameter (figures 3 to 6 and 12 of the paper), from the
-csv of bound_grid.py.
+"""Bounds of the evidence against a hyperparameter (figures 3 to 6 and 12), from bound_grid.py.
 
 Black is the exact value, a dot the maximum of a curve: the value of the hyperparameter that the
 bound would choose. Shaded: one standard error over blocks. How far a curve lies below the black one
@@ -92,9 +91,7 @@ def grouped(folder: Path, target: Path) -> None:
 
 
 def roots(folder: Path, target: Path) -> None:
-    """Single outputs with each root of the likelihood's curvature, blocks of 50: the published one
-    is no bound.
-    """
+    """Single outputs with each root of the curvature, blocks of 50: the paper's is no bound."""
     _draw(
         target,
         folder,
@@ -134,9 +131,7 @@ def _look(label: str) -> tuple[str, str]:
 
 
 def _draw(target: Path, folder: Path, *panels: Chosen, titles: tuple[str, ...] = ("",)) -> None:
-    """A panel for each hyperparameter there are data of, side by side; of two kinds of blocks, one
-    row for each.
-    """
+    """A panel for each hyperparameter with data, side by side; a row for each kind of blocks."""
     files = [name for name in FILES if (folder / name).exists()] or [FILES[0]]
     lines, across = (1, len(files)) if len(panels) == 1 else (len(files), len(panels))
     with plt.rc_context(STYLE):  # type: ignore[arg-type]
@@ -173,9 +168,7 @@ def _described(commands: list[str]) -> str:
 
 
 def _curves(rows: list[Row], chosen: Chosen) -> dict[str, np.ndarray]:
-    """Value, evidence per datum and its standard error [points, 3] of each curve, smaller blocks
-    first.
-    """
+    """Value, evidence per datum, standard error [points, 3] of each curve, small blocks first."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for row in sorted(rows, key=lambda row: int(row["subset"])):
         exact = row["status"] == "exact"
@@ -201,24 +194,35 @@ def _panel(axes: Axes, rows: list[Row], chosen: Chosen, source: Path) -> list[Ma
             "--structures, --subsets, --outputs, --partitions and --roots (see bound_grid.py "
             "--help)."
         )
-    ordered = all(label.startswith("S = ") for label in others)
     best = []
     for label, points in curves.items():
-        colour, style = "black", "-"
-        # dark for large blocks; the lightest tones are lost in print
-        if ordered and label != "exact":
-            colour = to_hex(
-                plt.get_cmap("viridis")(0.75 * (1 - others.index(label) / max(1, len(others) - 1)))
-            )
-        elif label != "exact":
-            colour, style = _look(label)
+        colour, style = _line(label, others)
         x, y, error = points.T
         axes.plot(x, y, style, color=colour, linewidth=1.8 if label == "exact" else 1.2, zorder=3)
         axes.fill_between(x, y - error, y + error, color=colour, alpha=0.2, linewidth=0)
         top = int(y.argmax())
         axes.plot(x[top], y[top], "o", color=colour, markersize=3.5, zorder=4)
         best.append((y[top], label, colour))
-    if rows[0]["hyperparameter"] == "prior":
+    hyperparameter = rows[0]["hyperparameter"]
+    _name_axes(axes, hyperparameter)
+    _limit(axes, hyperparameter, curves, [height for height, _, _ in best])
+    return best
+
+
+def _line(label: str, others: list[str]) -> tuple[str, str]:
+    """Colour and style of a curve among the others that are not the exact one."""
+    if label == "exact":
+        return "black", "-"
+    if not all(other.startswith("S = ") for other in others):
+        return _look(label)
+    # dark for large blocks; the lightest tones are lost in print
+    tone = 0.75 * (1 - others.index(label) / max(1, len(others) - 1))
+    return to_hex(plt.get_cmap("viridis")(tone)), "-"
+
+
+def _name_axes(axes: Axes, hyperparameter: str) -> None:
+    """Scale and names of the axes."""
+    if hyperparameter == "prior":
         axes.set_xscale("log")
         axes.set_xlabel("prior precision")
     else:
@@ -226,17 +230,21 @@ def _panel(axes: Axes, rows: list[Row], chosen: Chosen, source: Path) -> list[Ma
         axes.set_xlabel("rotation range")
     axes.set_ylabel("log evidence / datum")
     axes.locator_params(axis="y", nbins=5)
-    heights = [height for height, _, _ in best]
+
+
+def _limit(
+    axes: Axes, hyperparameter: str, curves: dict[str, np.ndarray], heights: list[float]
+) -> None:
+    """Show the maxima of all curves and what is near them."""
     spread = max(heights) - min(heights)
     exact = curves.get("exact")
     low = min(heights) - 0.35 * spread - 0.05
-    if exact is not None and rows[0]["hyperparameter"] == "rotation":
+    if exact is not None and hyperparameter == "rotation":
         low = min(low, exact[:, 1].min() - 0.05 * spread)
     axes.set_ylim(low, max(heights) + 0.08 * spread + 0.01)
-    if rows[0]["hyperparameter"] == "prior":  # the part of the grid where a curve is in sight
+    if hyperparameter == "prior":  # the part of the grid where a curve is in sight
         seen = [x for points in curves.values() for x in points[points[:, 1] >= low, 0]]
         axes.set_xlim(min(seen) / 4, max(seen) * 4)
-    return best
 
 
 def _label(axes: Axes, maxima: list[Maximum]) -> None:

@@ -1,6 +1,4 @@
-"""Fine-tuning: test accuracy and log-likelihood of every method against the time of its whole
-search.
-"""
+"""Fine-tuning: test accuracy and log-likelihood of every method against the time of its search."""
 
 from __future__ import annotations
 

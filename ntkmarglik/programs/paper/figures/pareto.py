@@ -27,9 +27,7 @@ FAINT = 0.3
 
 
 class Point(NamedTuple):
-    """An estimator: seconds of an estimate, and the mean over seeds of what it reached with its
-    standard error.
-    """
+    """An estimator: seconds of an estimate, and mean and standard error of what it reached."""
 
     seconds: float
     value: float
@@ -38,9 +36,7 @@ class Point(NamedTuple):
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other is better than in one of cost and value without being worse in the
-    other.
-    """
+    """The points that no other beats in cost or value without being worse in the other."""
     best, found = -np.inf, []
     for point in sorted(points, key=lambda p: (p.seconds, -p.value)):
         if point.value > best:
@@ -50,9 +46,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto(runs: str, timing: str, folder: Path, target: Path) -> None:
-    """Evidence and test log-likelihood against runtime; the front in full colour, dominated points
-    faint.
-    """
+    """Evidence and test log-likelihood against runtime; dominated points are faint."""
     seconds = {
         label: values(own, "seconds_round")
         for (label,), own in grouped(rows_of(folder, timing), "estimator").items()
@@ -133,9 +127,7 @@ def _window(axes: Axes, points: list[Point], best: list[Point]) -> None:
 
 
 def _name(axes: Axes, best: list[Point]) -> None:
-    """Names left of the front's points and above, where nothing can be; moved up where they would
-    meet.
-    """
+    """Names left of the front's points and above, where nothing is; moved up where they meet."""
     place, (low, high) = -np.inf, axes.get_ylim()
     for point in best:
         place = max((point.value - low) / (high - low) + 0.015, place + 0.05)

@@ -31,9 +31,7 @@ CONVERGED = 0.1  # largest error of samples that can be trusted, in posterior st
 
 
 def sampled(folder: Path, target: Path) -> None:
-    """Precision, log-likelihood of test labels alone and together, and calibration error: a line
-    per data set.
-    """
+    """Precision, log-likelihood of labels alone and together, calibration: a line per data set."""
     rows = rows_of(folder, "sampled.csv")
     with sheet(target, 1, 1 + len(PANELS), (2.6, 1.2 + 0.5 * len(rows))) as grid:
         left, *others = grid[0]
@@ -65,9 +63,7 @@ def sampled(folder: Path, target: Path) -> None:
 
 
 def _warning(row: Row) -> str:
-    """What a reader has to know before anything else: samples that solve their systems badly say
-    little.
-    """
+    """A warning that samples which solve their systems badly say little."""
     errors = [float(row[f"{curvature}_error"]) for curvature in ("outputs", "averaged")]
     return "\nnot converged" if max(errors) > CONVERGED else ""
 

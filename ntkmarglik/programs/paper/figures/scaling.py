@@ -31,8 +31,9 @@ def predicted(axis: str, column: str, estimator: str, value: float) -> float:
 
 
 def scaling(source: Path, target: Path) -> None:
-    """Grey is the predicted growth, through the largest case for time and through the smallest for
-    memory.
+    """Time and memory against size.
+
+    Grey is the predicted growth, through the largest case for time and the smallest for memory.
     """
     rows = rows_of(source.parent, source.name)
     columns = {

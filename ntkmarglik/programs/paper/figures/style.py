@@ -1,6 +1,4 @@
-"""How figures look: readable in print, told apart with any colour vision, labels beside what they
-name.
-"""
+"""How figures look: readable in print and with any colour vision, labels beside what they name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Estimators on growing subsets of the data, for each transformation of them (figures 7 and 14 to
-16).
-"""
+"""Estimators on growing subsets of transformed data (figures 7 and 14 to 16)."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ STYLES = {"N": ("black", "--", "s")}  # all data
 
 
 def subsets(quantity: str, folder: Path, target: Path) -> None:
-    """One quantity against the size of the subset, mean and standard error over seeds; a panel per
-    transformation.
-    """
+    """One quantity against the size of the subset, over seeds; a panel per transformation."""
     rows = sorted(
         rows_of(folder, "runs_cifar_subsets.csv"),
         key=lambda row: list(VARIANTS).index(_variant(row["dataset"])),

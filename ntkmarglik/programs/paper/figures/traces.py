@@ -1,6 +1,4 @@
-"""Evidence and test log-likelihood over the epochs, for bounds that are optimised in training
-(figures 8 to 11).
-"""
+"""Evidence and test log-likelihood over epochs, for bounds optimised in training (figures 8-11)."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ DOUBLY: list[Panel] = [
 
 
 def traces(file: str, panels: list[Panel], folder: Path, target: Path) -> None:
-    """Means over seeds with their standard errors; a column per family of bounds with runs, one
-    scale in each row.
-    """
+    """Means over seeds with standard errors; a column per family of bounds, one scale per row."""
     by_label = {label: own for (label,), own in grouped(rows_of(folder, file), "estimator").items()}
     families = [(title, curves) for title, choose in panels if (curves := choose(list(by_label)))]
     if not families:

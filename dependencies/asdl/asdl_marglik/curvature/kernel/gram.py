@@ -195,7 +195,12 @@ class Gram(Term):
 
 
 def mixed_gram(gram: Tensor, mixing: Tensor | None) -> Tensor:
-    """Gram matrix of the root rows, from that of the rows before mixing."""
+    """Gram matrix of the root rows, from that of the rows before mixing.
+
+    Args:
+        gram: [n K, n K], of rows before mixing.
+        mixing: [n, K, R]; None leaves the rows as they are.
+    """
     if mixing is None:
         return gram
     n, k, r = mixing.shape

@@ -62,7 +62,11 @@ class Combination:
         self._lower = torch.stack(lower) if lower else None  # [G2, N (N + 1) / 2]
 
     def log_det_identity_plus(self, coefficients: Tensor) -> Tensor:
-        """log|I + sum_g coefficients[g] K_g|, differentiable in the coefficients [G]."""
+        """log|I + sum_g coefficients[g] K_g|, differentiable in the coefficients.
+
+        Args:
+            coefficients: inverse precision of each group, times the scale [G].
+        """
         return _LogDet.apply(coefficients, self)
 
     def total(self, coefficients: Tensor) -> Tensor:

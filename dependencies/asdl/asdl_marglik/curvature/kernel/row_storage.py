@@ -28,7 +28,11 @@ BLOCK = 2**20  # entries of an intermediate of shared factors: it stays in the c
 
 
 class Store(ABC):
-    """How the rows of one weight are kept."""
+    """How the rows of one weight are kept.
+
+    Args:
+        name: of the weight.
+    """
 
     slots: int  # number of observations
     asks: Form | Literal["rows"]  # of the output cotangents
@@ -42,13 +46,24 @@ class Store(ABC):
 
     @abstractmethod
     def observe(self, chunk: Chunk, out: list[Tensor] | None) -> list[Tensor]:
-        """The chunk's observations, each [n, ...], possibly written to `out`."""
+        """The chunk's observations, each [n, ...].
+
+        Args:
+            chunk: some data points.
+            out: where the observations may be written to.
+        """
 
     @abstractmethod
     def gram(
         self, kept: list[Tensor], inverse_precision: Tensor | None, *, double: bool = False
     ) -> Tensor:
-        """V P^-1 V^T [N, N] for a precision per element, V V^T without; in float64 if `double`."""
+        """V P^-1 V^T [N K, N K] for a precision per element, V V^T without.
+
+        Args:
+            kept: observations of all data.
+            inverse_precision: of each element of the weight [P].
+            double: in float64, whatever the observations are.
+        """
 
     @abstractmethod
     def cotangents(
@@ -78,7 +93,12 @@ class Store(ABC):
 
     @abstractmethod
     def hand(self, back: PullBack, cotangents: list[Tensor]) -> None:
-        """Give a chunk its part of the cotangents."""
+        """Give a chunk its part of the cotangents.
+
+        Args:
+            back: the way back through the chunk.
+            cotangents: of the chunk's observations.
+        """
 
     def pull(
         self,
@@ -223,7 +243,12 @@ class Factors(Store):
         return self.cross(kept, kept)
 
     def cross(self, own: list[Tensor], others: list[Tensor]) -> Tensor:
-        """Some rows of the Gram matrix, with the columns of other data."""
+        """Some rows of the Gram matrix, with the columns of other data.
+
+        Args:
+            own: observations of the data along the rows.
+            others: observations of the data along the columns.
+        """
         inputs, outputs = self._products(own, others)
         n, k, _, m = outputs.shape[:4]
         return (inputs * outputs).sum((2, 5)).reshape(n * k, m * k)
@@ -335,4 +360,5 @@ def _placed(tensors: list[Tensor], out: list[Tensor] | None) -> list[Tensor]:
 
 
 def in_double(tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors in float64."""
     return [t.double() for t in tensors]

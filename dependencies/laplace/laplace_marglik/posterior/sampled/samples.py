@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from asdl_marglik import Ranks, check_weights, checksum, hyperparameters_in, map_inputs, trainable
-from laplace_marglik.checks import positive_integer
+from laplace_marglik.checks import one_of, positive_integer
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.likelihood import Likelihood, likelihood_for
 from laplace_marglik.posterior.sampled.layout import Layout, included
@@ -62,22 +62,16 @@ class Samples:
         generator: torch.Generator | None = None,
         ranks: Ranks | None = None,
     ):
-        n_data = positive_integer("n_data", n_data)
-        samples = positive_integer("samples", samples)
         together = positive_integer("together", together)
-        if scaling not in ("none", "g-prior"):
-            raise MarglikError(f"scaling must be none or g-prior, got {scaling!r}")
-        if curvature not in ("outputs", "averaged"):
-            raise MarglikError(f"curvature must be outputs or averaged, got {curvature!r}")
         self.model = model
         self.likelihood = likelihood_for(likelihood)
         self.prior = prior
-        self.n_data = n_data
-        self.samples = samples
+        self.n_data = positive_integer("n_data", n_data)
+        self.samples = positive_integer("samples", samples)
         self.solver = solver_for(solver)
-        self.scaling = scaling
+        self.scaling = one_of("scaling", scaling, ("none", "g-prior"))
         self.offset = offset
-        self.averaged = curvature == "averaged"
+        self.averaged = one_of("curvature", curvature, ("outputs", "averaged")) == "averaged"
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self.ranks = ranks
         weights = included(trainable(model, hyper), list(exclude))

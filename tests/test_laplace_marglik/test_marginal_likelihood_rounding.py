@@ -2,28 +2,16 @@
 double.
 """
 
-import warnings
-
 import pytest
 import torch
 from cases import Shift
+from small_networks import randn
 from torch import nn
 
 from asdl_marglik import STRUCTURES
-from asdl_marglik.linalg import (
-    eigenvalues,
-    gram_in_double,
-    log_det_identity_plus,
-    precision_of_sums,
-    resolved,
-)
 from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, evidence_by_blocks
 
 pytestmark = pytest.mark.quick
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def both(make, evaluate):
@@ -155,28 +143,3 @@ def test_gradients_by_blocks_too():
         return [evidence.total.detach(), *torch.autograd.grad(evidence.total, ml.hyperparameters())]
 
     assert_same(both(mlp, evaluate), rtol=1e-4)
-
-
-def test_rounding_beyond_double_precision_is_said():
-    v = randn(30, 3)
-    with pytest.warns(RuntimeWarning, match="rounding moves eigenvalues"):
-        log_det_identity_plus(1e17 * (v @ v.mT))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        log_det_identity_plus(1e6 * (v @ v.mT))
-
-
-def test_eigenvalues_below_the_rounding_level_are_zero():
-    v = randn(40, 4)
-    values = resolved(eigenvalues((v @ v.mT).float()), precision_of_sums(torch.float32))
-    assert (values[:-4] == 0).all()
-    torch.testing.assert_close(values[-4:], torch.linalg.eigvalsh(v.mT @ v), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("columns", [3, 7, 1000])
-def test_a_gram_matrix_in_double_some_columns_at_a_time(columns, monkeypatch):
-    monkeypatch.setattr("asdl_marglik.linalg.COLUMNS", 5 * columns)
-    rows, inverse = randn(5, 20).float(), randn(20, seed=1).exp().float()
-    want = (rows.double() * inverse.double()) @ rows.double().mT
-    torch.testing.assert_close(gram_in_double(rows, inverse), want)
-    torch.testing.assert_close(gram_in_double(rows), rows.double() @ rows.double().mT)

@@ -2,43 +2,20 @@
 before.
 """
 
-import copy
-
 import pytest
 import torch
-from marginal_likelihoods import STRUCTURES, by_name, close
+from marginal_likelihoods import STRUCTURES, X, Y, by_name, close, marglik
+from small_networks import filled, mlp, randn
 from torch import nn
 
 from asdl_marglik import CurvatureError
-from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood, MarglikError
+from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood
 
 NAN, INF = float("nan"), float("inf")
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
 
 
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-X, Y = randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 IMAGES = randn(6, 1, 3, 3)
-
-
-def filled(model):
-    with torch.no_grad():
-        for i, p in enumerate(model.double().parameters()):
-            p.copy_(0.4 * randn(*p.shape, seed=i))
-    return model
-
-
-def mlp():
-    return filled(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
-def marglik(model, likelihood="classification", n_data=6, **options):
-    options.setdefault("generator", torch.Generator().manual_seed(0))
-    prior = GaussianPrior(model, options.pop("prior", "layerwise"))
-    return MarginalLikelihood(model, likelihood, n_data=n_data, prior=prior, **options)
 
 
 # ----------------------------------------------------------------------------------- left as it was
@@ -304,80 +281,3 @@ def test_mistakes_are_explained(mistake):
     call, words = MISTAKES[mistake]
     with pytest.raises(CurvatureError, match=words):
         call()
-
-
-@pytest.mark.parametrize("change", ["order", "inputs", "fewer", "more"])
-def test_a_loader_that_changes_between_the_passes_is_refused(change):
-    first = [(X[:3], Y[:3]), (X[3:], torch.tensor([2, 1, 0]))]
-    swapped = [(X[3:], Y[:3]), (X[:3], torch.tensor([2, 1, 0]))]  # the same targets by chance
-    loader, ml = list(first), marglik(mlp(), augment=Jitter())
-    total = ml.full_batch(loader).total
-    loader[:] = {
-        "order": first[::-1],
-        "inputs": swapped,
-        "fewer": first[:1],
-        "more": [*first, first[0]],
-    }[change]
-    with pytest.raises(CurvatureError, match="same"):
-        total.backward()
-
-
-# ---------------------------------------------------------------- plans follow the data and weights
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.up(x) if x.sum() > 0 else self.down(x)))
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.attention(x, x, x, need_weights=False)[0]).mean(1))
-
-
-@every_structure
-@pytest.mark.parametrize(
-    "model, before, after",
-    [
-        (Branches, X.abs(), -X.abs()),
-        (Attention, randn(6, 1, 4), randn(6, 3, 4)),  # sequences of another length
-        (Attention, randn(6, 5, 4), randn(6, 2, 4)),
-        # data points that cannot be told apart
-        (Attention, torch.ones(6, 3, 4).double(), randn(6, 3, 4)),
-        (Attention, torch.zeros(6, 1, 4).double(), randn(6, 1, 4)),
-    ],
-    ids=["another path", "longer", "shorter", "constant", "zero"],
-)
-def test_values_do_not_depend_on_earlier_data(structure, model, before, after):
-    model = filled(model())
-    used, fresh = marglik(model, structure=structure), marglik(model, structure=structure)
-    used(before, Y)
-    close(used(after, Y).total, fresh(after, Y).total)
-
-
-@every_structure
-@pytest.mark.parametrize("zero", [["head"], ["attention.out_proj", "head"]], ids=" ".join)
-def test_values_do_not_depend_on_earlier_weights(structure, zero):
-    """Layers initialised with zeros hide what the layers before them do."""
-    model, x = filled(Attention()), randn(6, 3, 4)
-    trained = copy.deepcopy(model.state_dict())
-    for name in zero:
-        for p in model.get_submodule(name).parameters():
-            nn.init.zeros_(p)
-    ml = marglik(model, structure=structure)
-    ml(x, Y)
-    model.load_state_dict(trained)
-    close(ml(x, Y).total, marglik(model, structure=structure)(x, Y).total)
-
-
-def test_paths_that_change_within_a_block_are_refused():
-    with pytest.raises(MarglikError, match=r"control flow.*separate blocks"):
-        marglik(filled(Branches()), chunk=3)(torch.cat([X[:3].abs(), -X[3:].abs()]), Y)

@@ -7,19 +7,15 @@ import copy
 import pytest
 import reference
 import torch
-from cases import CASES, Shift
-from marginal_likelihoods import STRUCTURES, by_name, close
+from cases import Shift
+from marginal_likelihoods import STRUCTURES, assert_reference_value, by_name, close
+from small_networks import randn
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from laplace_marglik import Categorical, Gaussian, GaussianPrior, MarginalLikelihood
 
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def marglik(
@@ -36,23 +32,6 @@ def marglik(
 def mlp(outputs=3):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
-
-
-def assert_reference_value(ml, x, y, kind="categorical"):
-    names = list(ml.weights)
-    delta = reference.per_weight(ml.model, names, ml.prior.precision.detach())
-    dense = [name for name in names if name not in ml._planned(x).kronecker]
-    want = reference.evidence(
-        ml.model,
-        x,
-        y,
-        reference.Likelihood(kind),
-        delta,
-        structure=ml.structure,
-        n_data=ml.n_data,
-        dense=dense,
-    )
-    close(ml(x, y).total, want.total)
 
 
 # ------------------------------------------------------------------------------------------- cached
@@ -209,40 +188,6 @@ def test_single_precision(name, structure):
 # ------------------------------------------------------------------------ unusual models and blocks
 
 
-def unusual():
-    torch.manual_seed(0)
-    return {
-        "prelu": nn.Sequential(nn.Linear(4, 5), nn.PReLU(5), nn.Linear(5, 3)),
-        "glu": nn.Sequential(nn.Linear(4, 10), nn.GLU(), nn.Linear(5, 3)),
-        "weight_norm": nn.Sequential(weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)),
-    }
-
-
-@every_structure
-@pytest.mark.parametrize("name", ["prelu", "glu", "weight_norm"])
-def test_models_without_a_rule_go_sample_by_sample(name, structure):
-    ml = marglik(unusual()[name].double(), structure=structure)
-    own = {"prelu": {"1.weight"}, "glu": set()}.get(name)
-    persample = {
-        line.split()[0] for line in ml.describe(randn(6, 4)).splitlines() if "per-sample" in line
-    }
-    assert persample == (
-        {f"0.parametrizations.weight.original{i}" for i in (0, 1)} if own is None else own
-    )
-    for n in (6, 3, 1):  # as many data as outputs: shapes cannot tell a wrong batching rule
-        assert_reference_value(ml, randn(n, 4), Y[:n])
-
-
-@every_structure
-@pytest.mark.parametrize("name", ["prelu", "glu", "weight_norm"])
-def test_and_have_gradients(name, structure):
-    ml = marglik(unusual()[name].double(), structure=structure, augment=Shift(2))
-    total = lambda: ml(randn(6, 4), Y, torch.tensor([1])).total  # noqa: E731
-    (gradient,) = torch.autograd.grad(total(), ml.augment.eta)
-    truth = reference.finite_difference(lambda: total().detach(), ml.augment.eta, 1e-5)
-    torch.testing.assert_close(gradient, truth, rtol=1e-5, atol=1e-6)
-
-
 @every_structure
 @pytest.mark.parametrize("name", ["mlp", "mininet", "transformer", "raw"])
 def test_a_block_of_one(name, structure):
@@ -280,14 +225,3 @@ def test_outputs_without_an_output_axis(structure):
         marglik(net, "regression", structure=structure)(x, y).total for net in (model, squeezed)
     ]
     close(*values)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("structure", ["ntk", "kfac"])
-def test_description_lists_every_weight_once(case, structure):
-    model, x, _ = case.make()
-    lines = marglik(model, structure=structure).describe(x).splitlines()
-    table = [line.split() for line in lines[1:-1]]
-    want = [(n, str(p.numel())) for n, p in model.named_parameters() if p.requires_grad]
-    assert [(row[0], row[1]) for row in table] == want
-    assert lines[-1].startswith("piecewise linear")

@@ -1,7 +1,7 @@
 """Gradients in every hyperparameter, for every structure, against finite differences of our own
 value in float64.
 
-The values are checked against the naive reference in test_conformance; with exact values, finite
+The values are checked against the naive reference in test_structure; with exact values, finite
 differences of them are the independent truth for gradients, also through layers where torch.func's
 second derivatives are wrong.
 """

@@ -2,14 +2,15 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
+from cases import Jitter
+from marginal_likelihoods import X, Y, marglik
+from small_networks import filled, mlp, randn
 from torch import nn
 
-from asdl_marglik import STRUCTURES, CurvatureError, Structure, register_structure
+from asdl_marglik import STRUCTURES, CurvatureError
 from laplace_marglik import (
-    Categorical,
     ClassPartition,
     DataEmphasizedELBO,
     DiagonalLaplace,
@@ -22,42 +23,6 @@ from laplace_marglik import (
 
 NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.quick
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-X, Y = randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-
-
-def filled(model):
-    with torch.no_grad():
-        for i, p in enumerate(model.double().parameters()):
-            p.copy_(0.4 * randn(*p.shape, seed=i))
-    return model
-
-
-def mlp():
-    return filled(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
-def marglik(model=None, likelihood="classification", n_data=6, **options):
-    model = mlp() if model is None else model
-    prior = options.pop("prior", None) or GaussianPrior(model, hyper=options.get("hyper", ()))
-    options.setdefault("generator", torch.Generator().manual_seed(0))
-    return MarginalLikelihood(model, likelihood, n_data=n_data, prior=prior, **options)
-
-
-class Jitter(nn.Module):
-    """A random augmentation; `draw` says where its random numbers come from."""
-
-    def __init__(self, draw=lambda *shape: torch.randn(*shape, dtype=torch.float64)):
-        super().__init__()
-        self.size, self.draw = nn.Parameter(torch.tensor(0.3).double()), draw
-
-    def forward(self, x):
-        return x.unsqueeze(1) + self.size * self.draw(len(x), 2, *x.shape[1:])
 
 
 # ------------------------------------------------------------------------------- inputs overwritten
@@ -125,7 +90,7 @@ class WritesLater(nn.Module):
         self.net = mlp()
 
     def forward(self, x):
-        return self.net(x.clamp_(max=2.0) if float(x.max()) > 2 else x)
+        return self.net(x.clamp_(max=2.0) if float(x.detach().max()) > 2 else x)
 
 
 def test_inputs_overwritten_later_than_planned_are_refused():
@@ -177,29 +142,6 @@ def test_the_columns_of_a_block_are_taken_whatever_the_estimator_would_draw(kind
 # -------------------------------------------------------------------------------------------- prior
 
 
-@pytest.mark.parametrize("mean", ["current", 0.3, "some"])
-def test_the_means_of_a_prior_are_part_of_its_state(mean):
-    model = mlp()
-    given = {"2.weight": model[2].weight.detach().clone()} if mean == "some" else mean
-    prior = GaussianPrior(model, mean=given)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 1
-    want = prior.squares(dict(model.named_parameters()))
-    again = GaussianPrior(
-        model, mean={"2.weight": model[2].weight.detach()} if mean == "some" else given
-    )
-    again.load_state_dict(prior.state_dict())
-    torch.testing.assert_close(again.squares(dict(model.named_parameters())), want)
-    assert again.to(torch.float32).mean_of("2.weight").dtype == torch.float32
-
-
-def test_a_state_with_means_does_not_load_into_a_prior_without():
-    model = mlp()
-    with pytest.raises(RuntimeError, match="means"):
-        GaussianPrior(model).load_state_dict(GaussianPrior(model, mean="current").state_dict())
-
-
 def test_hyperparameters_that_the_prior_takes_for_weights():
     model = mlp()
     words = r"'0\.bias' is a hyperparameter.*weight of the prior.*hyper="
@@ -209,100 +151,6 @@ def test_hyperparameters_that_the_prior_takes_for_weights():
         DataEmphasizedELBO(
             model, "classification", n_data=6, prior=GaussianPrior(model), hyper=["0.bias"]
         )
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_precision_per_weight_is_exact_in_kfac_where_sides_are_small(structure, monkeypatch):
-    """B (x) A as it is; projected on row and column effects the determinant comes out smaller."""
-    values = []
-    for side in (512, 0):
-        monkeypatch.setattr("asdl_marglik.curvature.kron.EXACT_SIDE", side)
-        model = mlp()
-        prior = GaussianPrior(model, "diagonal")
-        with torch.no_grad():
-            prior.log_precision.copy_(2 * randn(len(prior.log_precision), seed=3))
-        ml = marglik(model, prior=prior, structure=structure)
-        values.append(ml(X, Y).log_det_ratio)
-    if structure != "kfac":
-        assert values[0] == values[1]
-        return
-    assert values[1] < 0.999 * values[0]
-    assert ml(X, Y).status == "approximation"
-
-
-def test_the_exact_kronecker_determinant_is_that_of_the_dense_product():
-    model = nn.Linear(4, 3).double()
-    prior = GaussianPrior(model, "diagonal")
-    with torch.no_grad():
-        prior.log_precision.copy_(randn(15, seed=3))
-    ml = marglik(model, Gaussian(1.0), prior=prior, structure="kfac")
-    expected = 0.0
-    delta = prior.precision.detach()
-    for own, a in ((delta[:12], X), (delta[12:], torch.ones(6, 1).double())):
-        product = torch.kron(6 * torch.eye(3).double(), a.mT @ a / 6)
-        expected += torch.logdet(torch.diag(own) + product) - own.log().sum()
-    torch.testing.assert_close(ml(X, randn(6, 3)).log_det_ratio.detach(), expected)
-    gradient = torch.autograd.grad(ml(X, randn(6, 3)).log_det_ratio, prior.log_precision)[0]
-    assert gradient.isfinite().all() and gradient.any()
-
-
-# ------------------------------------------------------------------------- two passes, one function
-
-
-def from_numpy(*shape):
-    return torch.as_tensor(np.random.default_rng().standard_normal(shape))
-
-
-OWN = torch.Generator()
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [from_numpy, lambda *shape: torch.randn(*shape, generator=OWN, dtype=torch.float64)],
-    ids=["numpy", "own generator"],
-)
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_an_augmentation_that_draws_from_elsewhere(draw, chunk):
-    ml = marglik(augment=Jitter(draw), chunk=chunk)
-    with pytest.raises(
-        CurvatureError, match=r"other copies in the second pass.*generators are seeded"
-    ):
-        ml(X, Y).total.backward()
-    with pytest.raises(CurvatureError, match="other copies in the second pass"):
-        ml.full_batch([(X[:3], Y[:3]), (X[3:], Y[3:])]).total.backward()
-    torch.autograd.grad(ml(X, Y).total, ml.prior.log_precision)  # a single pass needs no second one
-
-
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x):
-        return self.net(x + from_numpy(*x.shape[1:]))
-
-
-def test_a_model_that_draws_from_elsewhere():
-    with pytest.raises(CurvatureError, match="other outputs in the second pass"):
-        marglik(Noisy(), augment=Jitter(), chunk=2)(X, Y).total.backward()
-
-
-CHANGES = {
-    "scaled": lambda w: w.data.mul_(1.001),
-    "negated": lambda w: w.data.neg_(),
-    "turned": lambda w: setattr(w, "data", w.data.flip(0)),
-    "one entry": lambda w: w.data.view(-1)[0].add_(0.1),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_weights_changed_through_data_before_backward(change, chunk):
-    ml = marglik(augment=Jitter(), chunk=chunk)
-    total = ml(X, Y).total
-    CHANGES[change](ml.model[0].weight)
-    with pytest.raises(CurvatureError, match="before any optimiser step"):
-        total.backward()
 
 
 # -------------------------------------------------------------------------------------------- hooks
@@ -387,13 +235,6 @@ def test_the_number_of_data_is_a_whole_number(value):
         DataEmphasizedELBO(model, "classification", **options)
 
 
-@pytest.mark.parametrize("value", [NAN, INF, 0.0, -1.0])
-@pytest.mark.parametrize("make", [Categorical, Gaussian, lambda v: Gaussian(temperature=v)])
-def test_noise_and_temperature_are_positive_and_finite(make, value):
-    with pytest.raises(MarglikError, match="must be positive and finite"):
-        make(value)
-
-
 @pytest.mark.parametrize("value", [1000.0, -1000.0, NAN, INF, 81.0])
 def test_scales_that_overflow_are_refused(value):
     ml = marglik(likelihood=Gaussian(learn_temperature=True))
@@ -408,12 +249,6 @@ def test_scales_that_overflow_are_refused(value):
             ml(X, randn(6, 3))
         parameter.data.copy_(before)
     assert ml(X, randn(6, 3)).total.isfinite()
-
-
-@pytest.mark.parametrize("value", [1e300, 1e-300, 0.0, INF])
-def test_initial_precisions_that_overflow_are_refused(value):
-    with pytest.raises(MarglikError, match="prior precision must be positive"):
-        GaussianPrior(mlp(), precision=value)
 
 
 class Powers(nn.Module):
@@ -601,12 +436,3 @@ def test_targets_from_numpy_and_functions_as_augmentations():
     torch.testing.assert_close(twice(X, Y).total, marglik()(X, Y).total)
     with pytest.raises(MarglikError, match=r"augment must be a module or a function.*got str"):
         marglik(augment="crop")
-
-
-def test_a_registered_structure_guarantees_nothing_unless_it_says_so(monkeypatch):
-    plain = Structure("plain", STRUCTURES["ntk"].parts)
-    monkeypatch.setitem(STRUCTURES, plain.name, plain)
-    assert marglik(structure="plain")(X, Y).status == "approximation"
-    assert marglik(structure="ntk")(X, Y).status == "exact"
-    with pytest.raises(CurvatureError, match="already a structure named 'plain'"):
-        register_structure(plain)

@@ -7,7 +7,9 @@ A structure that is registered inherits all of it, and needs its definition in `
 import pytest
 import torch
 from cases import CASES, LIKELIHOOD_CASES, Shift
-from marginal_likelihoods import STRUCTURES, by_name, close, expected, setup
+from marginal_likelihoods import STRUCTURES, X, Y, by_name, close, expected, marglik, setup
+
+from asdl_marglik import CurvatureError, Structure, register_structure
 
 # weights that the library factorises although the naive reference does not know how (attention,
 # grouped convolutions)
@@ -25,7 +27,7 @@ BEYOND_REFERENCE_KFAC = {
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_value_with_one_two_and_all_outputs(case, structure):
     if structure == "kfac" and case.name in BEYOND_REFERENCE_KFAC:
-        pytest.skip("covered by test_kfac: the reference has no Kronecker form for these weights")
+        pytest.skip("covered by test_kron: the reference has no Kronecker form for these weights")
     for columns in (torch.tensor([1]), torch.tensor([2, 0]), None):
         ml, x, y = setup(case, structure)
         if columns is not None and len(columns) == 2 and case.name == "segmentation":
@@ -69,7 +71,7 @@ def test_value_with_columns_per_data_point(structure, root):
 @pytest.mark.parametrize("case", [c for c in CASES if c.augmentable], ids=str)
 def test_value_with_augmentation(case, structure):
     if structure == "kfac" and case.name in BEYOND_REFERENCE_KFAC:
-        pytest.skip("covered by test_kfac: the reference has no Kronecker form for these weights")
+        pytest.skip("covered by test_kron: the reference has no Kronecker form for these weights")
     augment = Shift(3).double()
     with torch.no_grad():
         augment.eta.copy_(torch.tensor([0.3, -0.2]))
@@ -99,3 +101,13 @@ def test_chunks_change_nothing(structure, chunk):
         values.append([total, *torch.autograd.grad(total, ml.hyperparameters())])
     for ours, theirs in zip(*values, strict=True):
         close(ours, theirs)
+
+
+@pytest.mark.quick
+def test_a_registered_structure_guarantees_nothing_unless_it_says_so(monkeypatch):
+    plain = Structure("plain", STRUCTURES["ntk"].parts)
+    monkeypatch.setitem(STRUCTURES, plain.name, plain)
+    assert marglik(structure="plain")(X, Y).status == "approximation"
+    assert marglik(structure="ntk")(X, Y).status == "exact"
+    with pytest.raises(CurvatureError, match="already a structure named 'plain'"):
+        register_structure(plain)

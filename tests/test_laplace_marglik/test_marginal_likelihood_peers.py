@@ -2,7 +2,7 @@
 likelihood).
 
 Both sum over data (`reduction="sum"`); torch's MSELoss has no 1/2, so its curvature is twice that
-of unit noise. Values only: neither library is right in all gradients (design/ecosystem.md).
+of unit noise. Values only: neither library is right in all gradients.
 """
 
 import math

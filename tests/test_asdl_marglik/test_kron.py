@@ -1,25 +1,22 @@
 """Kronecker-factored curvature: exact where theory says so, naive recomputation elsewhere.
 
-Values of ordinary Linear and Conv layers in the "expand" setting are covered by test_conformance.
+Values of ordinary Linear and Conv layers in the "expand" setting are covered by test_structure.
 """
 
 import pytest
 import reference
 import torch
 from cases import CASES, C, Shift
-from marginal_likelihoods import by_name, close, expected, setup
+from marginal_likelihoods import X, Y, by_name, close, expected, setup
+from small_networks import mlp, randn
 from torch import nn
 from torch.nn import functional as F
 
 import asdl_marglik.curvature.structure
-from asdl_marglik import naive
+from asdl_marglik import STRUCTURES, naive
 from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood
 
 SETTINGS = ["expand", "reduce"]
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def seeded(model, seed=0):
@@ -339,3 +336,40 @@ def test_the_log_determinant_depends_on_the_noise():
     (want,) = torch.autograd.grad(full.log_det_ratio, likelihood.log_sigma)
     assert want < -1
     torch.testing.assert_close(gradient, want)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_precision_per_weight_is_exact_in_kfac_where_sides_are_small(structure, monkeypatch):
+    """B (x) A as it is; projected on row and column effects the determinant comes out smaller."""
+    values = []
+    for side in (512, 0):
+        monkeypatch.setattr("asdl_marglik.curvature.kron.EXACT_SIDE", side)
+        model = mlp()
+        prior = GaussianPrior(model, "diagonal")
+        with torch.no_grad():
+            prior.log_precision.copy_(2 * randn(len(prior.log_precision), seed=3))
+        ml = MarginalLikelihood(model, "classification", n_data=6, prior=prior, structure=structure)
+        values.append(ml(X, Y).log_det_ratio)
+    if structure != "kfac":
+        assert values[0] == values[1]
+        return
+    assert values[1] < 0.999 * values[0]
+    assert ml(X, Y).status == "approximation"
+
+
+@pytest.mark.quick
+def test_the_exact_kronecker_determinant_is_that_of_the_dense_product():
+    model = nn.Linear(4, 3).double()
+    prior = GaussianPrior(model, "diagonal")
+    with torch.no_grad():
+        prior.log_precision.copy_(randn(15, seed=3))
+    ml = MarginalLikelihood(model, Gaussian(1.0), n_data=6, prior=prior, structure="kfac")
+    expected = 0.0
+    delta = prior.precision.detach()
+    for own, a in ((delta[:12], X), (delta[12:], torch.ones(6, 1).double())):
+        product = torch.kron(6 * torch.eye(3).double(), a.mT @ a / 6)
+        expected += torch.logdet(torch.diag(own) + product) - own.log().sum()
+    torch.testing.assert_close(ml(X, randn(6, 3)).log_det_ratio.detach(), expected)
+    gradient = torch.autograd.grad(ml(X, randn(6, 3)).log_det_ratio, prior.log_precision)[0]
+    assert gradient.isfinite().all() and gradient.any()
