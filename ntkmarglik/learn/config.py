@@ -4,9 +4,9 @@ yaml files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -26,6 +26,7 @@ from ntkmarglik.settings import (
 
 METHOD = Choices()  # `ntkmarglik.learn.methods` says which, since a method takes these settings
 MODEL = Choices(MODELS)
+UNNAMED = "ntk-conditioned"  # the method of a command that names none
 LADDER = Range(lambda steps: steps >= 2, "needs at least 2 precisions")
 
 
@@ -218,6 +219,23 @@ class Config(Settings):
     sampling: Sampling = field(default_factory=Sampling)
 
     def defaults(self) -> Config:
-        """A method may have defaults of its own for some settings."""
-        method = METHOD.entry(self.estimator.method)
-        return Config().updated(**getattr(method, "defaults", {}))
+        """Those of a command line: it may name no method, and a method has defaults of its own."""
+        own = Config().updated(method=self.estimator.method)
+        return replace(own, estimator=replace(own.estimator, method=UNNAMED))
+
+    def updated(self, **changes: Any) -> Config:
+        """A copy with some settings changed; another method brings its own defaults along.
+
+        What was given for a setting stays: only what the method before had as its default changes.
+        """
+        method = changes.get("method", self.estimator.method)
+        if method != self.estimator.method:
+            plain, settings = Config().flat(), self.flat()
+            before, after = (
+                getattr(METHOD.entry(name), "defaults", {})
+                for name in (self.estimator.method, method)
+            )
+            for name in {**before, **after}:
+                if settings[name] == before.get(name, plain[name]):
+                    changes.setdefault(name, after.get(name, plain[name]))
+        return super().updated(**changes)

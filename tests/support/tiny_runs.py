@@ -8,8 +8,8 @@ from ntkmarglik.runs.folder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TINY = shlex.split(
-    "--model mlp --width 8 --n-data 64 --subset 16 --outputs 5 --epochs 3 --burnin 1 --frequency "
-    "1 --prior-steps 2 --aug-steps 2 --aug-samples 2 --batch-size 32"
+    "--method ntk --model mlp --width 8 --n-data 64 --subset 16 --outputs 5 --epochs 3 --burnin 1 "
+    "--frequency 1 --prior-steps 2 --aug-steps 2 --aug-samples 2 --batch-size 32"
 )
 
 

@@ -81,8 +81,26 @@ def test_methods_and_models_on_offer_are_the_registered_ones(capsys):
     assert f"--model{{{','.join(MODELS)}}}" in shown
 
 
-def test_the_main_command_is_made_of_defaults():
-    assert parse(["--method", "ntk", "--subset", "500", "--outputs", "1"]) == Config() == parse([])
+def test_the_main_command_is_the_published_estimator():
+    main = parse(["--method", "ntk", "--subset", "500", "--outputs", "1"])
+    assert main == Config() and main.estimator.inducing == 0
+    assert main.command() == "python classification_image.py --method ntk"
+
+
+def test_a_command_without_a_method_takes_the_conditioned_bound():
+    bare = parse([])
+    assert bare == Config().updated(method="ntk-conditioned")
+    assert bare.command() == "python classification_image.py"
+    estimator = bare.estimator
+    assert (estimator.subset, estimator.inducing, bare.training.steps_per_block) == (200, 0.5, 10)
+
+
+def test_another_method_brings_its_own_defaults_along_but_keeps_what_was_given():
+    bare = parse(["--subset", "300"])
+    published = bare.updated(method="ntk")
+    assert (published.estimator.subset, published.estimator.inducing) == (300, 0)
+    assert published.updated(method="ntk-conditioned") == bare
+    assert parse([]).updated(method="kfac") == Config().updated(method="kfac")
 
 
 def test_help_groups_the_flags_and_explains_each(capsys):
@@ -159,7 +177,7 @@ def test_flags_override_files_and_later_files_earlier_ones(tmp_path):
         None,
     )
     assert parse(["--epochs", "3", "--epochs", "4"]).training.epochs == 4
-    assert parse(["--config", written(tmp_path, "", "empty.yaml")]) == Config()
+    assert parse(["--config", written(tmp_path, "", "empty.yaml")]) == parse([])
 
 
 def test_settings_survive_yaml_and_the_command_line(tmp_path):

@@ -76,7 +76,7 @@ class Laplace(MeasuredByBlocks):
             if value != usual:
                 raise NtkMarglikError(
                     f"{flag} {value} deals data into independent blocks; with --inducing rows are "
-                    f"drawn one by one: leave it out, or use --inducing 0."
+                    "drawn one by one: leave it out, or use --method ntk."
                 )
 
     def baseline(self, fixed: Problem) -> Method:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ntkmarglik.learn.config import METHOD, Config
+from ntkmarglik.learn.config import METHOD, UNNAMED, Config
 from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.settings import parse_as
 
@@ -15,8 +15,5 @@ METHOD.offer(METHODS)
 
 def parse(arguments: Sequence[str] | None = None) -> Config:
     """Settings from flags; `--config file.yaml` stands for the flags in that file."""
-    config = parse_as(Config, arguments)
-    defaults = config.defaults()
-    if defaults == Config():
-        return config
-    return parse_as(Config, arguments, defaults.updated(method=config.estimator.method))
+    method = parse_as(Config, arguments, Config().updated(method=UNNAMED)).estimator.method
+    return parse_as(Config, arguments, Config().updated(method=method))

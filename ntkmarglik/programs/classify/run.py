@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -103,7 +104,8 @@ def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
 
 def baseline_of(config: Config) -> Config:
     """The same settings with a fixed prior, and without the augmentation that is learned."""
-    fixed = config.updated(method=Map.name)
+    # the evidence is measured with the same blocks
+    fixed = replace(config, estimator=replace(config.estimator, method=Map.name))
     if config.hyperparameters.flip:  # the mirror images stay
         return fixed.updated(aug_init=0.0)
     return fixed.updated(augment="none")

@@ -72,7 +72,7 @@ def label_of(config: Config) -> str:
     estimator, name = config.estimator, name_of(config)
     if not METHODS.named(estimator.method).uses_blocks():
         return name
-    root = [] if estimator.root == "paper" else [f"({estimator.root})"]
+    root = [] if estimator.root in ("auto", "paper") else [f"({estimator.root})"]
     columns = ["iid"] if estimator.columns == "iid" else []
     grouped = ["grouped"] if estimator.partition == "class" else []
     return " ".join([name, *root, *columns, *grouped])

@@ -121,21 +121,6 @@ class MarginalLikelihood:
         generator: torch.Generator | None = None,
         ranks: Ranks | None = None,
     ):
-        for name, value, choices in (
-            ("structure", structure, tuple(STRUCTURES)),
-            ("columns", columns, ("shared", "iid")),
-            ("root", root or "paper", get_args(Root)),
-            ("kfac", kfac, ("expand", "reduce")),
-            ("blocks", blocks, ("module", "tensor")),
-        ):
-            if value not in choices:
-                raise MarglikError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        checks.positive_integer("n_data", n_data)
-        for name, number in (("outputs", outputs), ("chunk", chunk)):
-            if number is not None:
-                checks.positive_integer(name, number)
-        if memory_budget is not None and not memory_budget >= 1:
-            raise MarglikError(f"memory_budget must be at least 1, got {memory_budget}")
         self.model = model
         self.likelihood = likelihood_for(likelihood)
         self.prior = prior
@@ -148,11 +133,6 @@ class MarginalLikelihood:
         self.kfac = kfac
         self.blocks = blocks
         self.chunk = chunk
-        if row_dtype not in (None, torch.float16):
-            raise MarglikError(
-                "row_dtype must be torch.float16, or None for the dtype of the model, got "
-                f"{row_dtype}"
-            )
         self.memory_budget = memory_budget
         self.row_dtype = row_dtype
         self._fast = ALL
@@ -163,8 +143,34 @@ class MarginalLikelihood:
         self._plan: Plan | None = None
         # statistics in float64, from where single precision was not enough; for checkpoints
         self.in_double = False
+        self._check_arguments()
         self._checked_weights()
-        if prior.covariance:
+
+    def _check_arguments(self) -> None:
+        """Refuse what no data could make right."""
+        for name, choices in (
+            ("structure", tuple(STRUCTURES)),
+            ("columns", ("shared", "iid")),
+            ("root", (*get_args(Root), None)),
+            ("kfac", ("expand", "reduce")),
+            ("blocks", ("module", "tensor")),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                known = ", ".join(choice for choice in choices if choice)
+                raise MarglikError(f"{name} must be one of {known}, got {value!r}")
+        checks.positive_integer("n_data", self.n_data)
+        for name, number in (("outputs", self.outputs), ("chunk", self.chunk)):
+            if number is not None:
+                checks.positive_integer(name, number)
+        if self.memory_budget is not None and not self.memory_budget >= 1:
+            raise MarglikError(f"memory_budget must be at least 1, got {self.memory_budget}")
+        if self.row_dtype not in (None, torch.float16):
+            raise MarglikError(
+                "row_dtype must be torch.float16, or None for the dtype of the model, got "
+                f"{self.row_dtype}"
+            )
+        if self.prior.covariance:
             raise MarglikError(
                 "curvature needs a prior of independent weights; drop covariance=, or use an ELBO"
             )
