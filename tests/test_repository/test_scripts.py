@@ -25,6 +25,8 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
         settings = [
+            "--method",
+            "ntk",
             "--n-data",
             60,
             "--subset",
