@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from grids import FEW, ROOT, tiny
+from grids import FEW, ROOT, TINY, tiny
 
 from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood
 from ntkmarglik.problem.augment import ROTATION
@@ -228,3 +228,22 @@ def test_a_killed_grid_goes_on_to_the_same_file(hyperparameter, tmp_path):
     assert (
         run(parse([*arguments, "--out", str(tmp_path / "killed")])).read_text() == whole.read_text()
     )
+
+
+def test_conditioned_blocks_are_a_kind_of_partition(tmp_path):
+    """True bounds, tighter than those of independent blocks, where there are rows to condition."""
+    flags = [
+        *TINY,
+        *("--structures", "ntk", "blockdiag", "kfac", "--subsets", "10", "--outputs", "single"),
+        *("--partitions", "random", "inducing", "--roots", "paper", "eigen", "--points", "3"),
+        *("--blocks", "6", "--out", str(tmp_path / "grid")),
+    ]
+    _, rows = read(run(parse(flags)))
+    conditioned = [row for row in rows if row["partition"] == "inducing"]
+    assert {row["structure"] for row in conditioned} == {"ntk", "blockdiag"}
+    assert {row["root"] for row in conditioned} == {"eigen"}
+    exact = {row["value"]: float(row["log_marglik"]) for row in rows if row["status"] == "exact"}
+    for row in conditioned:
+        assert row["status"] == "bound"
+        error = float(row["standard_error"])
+        assert float(row["log_marglik"]) < exact[row["value"]] + 3 * error

@@ -3,15 +3,19 @@
 import csv
 import math
 
+import conditioned
 import estimators
 import house
 import measure
 import pytest
 import sampled
+import torch
 from measure import Case
 from programs import ROOT, run
 
 from ntkmarglik.problem.models import check_uses
+from ntkmarglik.programs.classify import preflight
+from ntkmarglik.programs.classify.config import parse
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +142,7 @@ def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
     for study in sampled.STUDIES.values():
         check_uses(study.model, depth=study.depth, width=study.width)
     tiny = sampled.Study("digits", "mlp", 16, 1, 2, 40, 1, 8, batch=16, rungs=2, n_test=20, width=4)
+    torch.manual_seed(0)
     row = sampled.study(tiny, "data")
     assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
     for curvature in sampled.CURVATURES:
@@ -158,3 +163,20 @@ def test_long_functions_are_counted_without_their_docstrings(lines, is_long, tmp
     body = ["def f(", "):", '    """One.', "", "    More.", '    """', *["    x = 1"] * lines]
     (tmp_path / "module.py").write_text("\n".join(body))
     assert house.long_functions(tmp_path) == (["module.py:1 f"] if is_long else [])
+
+
+def test_conditioned_blocks_are_measured_beside_plain_ones(monkeypatch):
+    """The slack of a small network, a few draws of each kind."""
+    monkeypatch.setattr(conditioned, "DRAWS", 4)
+    monkeypatch.setattr(conditioned, "N_DIGITS", 60)
+    study = conditioned.Slack(conditioned.Network.on_digits(1.0))
+    plain = study.plain("fisher", 20)
+    (conditioned_row,) = study.streamed("fisher", 20, [20])
+    assert conditioned_row["slack_percent"] < plain["slack_percent"]
+    assert 0.2 < study.time_ratio("eigen", 20)["time_ratio"] < 5
+
+
+def test_every_study_of_learning_is_a_command_of_the_runner():
+    for settings, by_name in conditioned.STUDIES.values():
+        for flags in by_name.values():
+            preflight.check_settings(parse([*settings.split(), *flags.split()]))
