@@ -250,7 +250,7 @@ def test_steps_of_the_augmentation_take_a_new_block_each(monkeypatch):
 
 def test_hyperparameters_that_move_outputs_take_the_likelihood_of_more_data():
     few = EvidenceLearner(marglik(augment=Shifted()), data(), rows=12)
-    assert few.on_blocks.likelihood_batch >= N
+    assert few.on_blocks.likelihood_batch >= N and few.round() is not None
     assert EvidenceLearner(marglik(), data(), rows=12).on_blocks.likelihood_batch == 0
     own = EvidenceLearner(marglik(augment=Shifted()), data(), rows=12, likelihood_batch=6)
     assert own.on_blocks.likelihood_batch == 6

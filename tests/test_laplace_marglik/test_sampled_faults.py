@@ -464,10 +464,12 @@ def test_counts_are_whole_numbers(name, value):
 def test_the_runner_refuses_to_go_on_with_what_is_not_finite(name, tmp_path, monkeypatch, capsys):
     learn = Sampled.learn
 
-    def broken(self, round_):
-        learn(self, round_)
-        value = {"0.weight": math.nan} if name == "prior_precision" else math.inf
-        round_.metrics[name] = value
+    def broken(self, epoch):
+        learned = learn(self, epoch)
+        if learned is not None:
+            value = {"0.weight": math.nan} if name == "prior_precision" else math.inf
+            learned.metrics[name] = value
+        return learned
 
     monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
     monkeypatch.setattr(Sampled, "learn", broken)

@@ -74,7 +74,8 @@ def data(tmp_path):
         tmp_path / "methods.csv", records.RUN_COLUMNS, [row(label, 0, n) for n, label in numbered]
     )
     # measured, not made up
-    for name in ("scaling.csv", "bound_grid_prior.csv", "sampled.csv", "finetune.csv"):
+    committed = ("scaling", "bound_grid_prior", "sampled", "finetune", "conditioned_slack")
+    for name in (f"{stem}.csv" for stem in committed):
         shutil.copy(ILLUSTRATIONS / "data" / name, tmp_path)
     return tmp_path
 
