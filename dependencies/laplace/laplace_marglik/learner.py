@@ -36,9 +36,9 @@ from laplace_marglik.inducing import InducingPartition
 from laplace_marglik.partition import Partition
 from laplace_marglik.schedule import cosine, is_due, set_rate
 
-# Hyperparameters that move outputs learn from the gradient of the log-likelihood, which few rows know
-# badly: so many rows, and else so many data besides. With 100 rows, four times as many data besides
-# brought a rotation to 2.5 in 55 instead of 75 epochs, and took 3.5 times as long.
+# Hyperparameters that move outputs learn from the gradient of the log-likelihood, of which few rows
+# know little: so many are enough, and with fewer so many data come besides. With 100 rows, 400 data
+# besides brought a rotation to 2.5 in 55 instead of 75 epochs, and took 3.5 times as long.
 ENOUGH_ROWS = 100
 DATA_BESIDES = 250
 
