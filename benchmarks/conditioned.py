@@ -133,7 +133,7 @@ class Network:
 
 
 def _with_one_kernel(network: Network) -> GaussianPrior:
-    """The same prior with a precision for each weight: one kernel, instead of one for each group."""
+    """The same prior with a precision for each weight: one kernel instead of one for each group."""
     prior = GaussianPrior(network.model, "diagonal")
     precisions = network.prior.precisions()
     with torch.no_grad():
@@ -312,10 +312,10 @@ ESTIMATORS = {
     "MAP": "--method map",
 }
 FEW = ("published NTK-100-1", "published NTK-500-1", "conditioned 200, one block a round", "MAP")
-ROWS_ONLY = "conditioned 100, log-likelihood of the rows alone"
+MORE_DATA = "conditioned 100, log-likelihood of 400 data"
 LILA = {
     "conditioned 100": "--method ntk --subset 100 --inducing 0.5",
-    ROWS_ONLY: "--method ntk --subset 100 --inducing 0.5",
+    MORE_DATA: "--method ntk --subset 100 --inducing 0.5",
     "Fisher NTK-100-1": "--method ntk --subset 100 --root fisher",
     "published NTK-100-1": "--method ntk --subset 100",
 }
@@ -360,8 +360,8 @@ def learned(study: str, name: str, seed: int, folder: Path) -> Row:
     problem = _problem(config)
     data = problem.data
     method = METHODS[config.estimator.method](problem)
-    if name == ROWS_ONLY:
-        method.learner.on_blocks.likelihood_batch = 0
+    if name == MORE_DATA:
+        method.learner.on_blocks.likelihood_batch = 400
     _, summary = train(problem, method, out, name)
     _restore(problem, torch.load(out / "checkpoint.pt", weights_only=True))
     exact = data.n_data <= EXACT_DATA and problem.augment is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import NullFormatter
 
 from ntkmarglik.programs.paper.figures.style import label_ends, rows_of, sheet
 from ntkmarglik.runs.records import Row
@@ -27,6 +27,7 @@ CURVES = {
     ("conditioned", "eigen"): ("conditioned, eigen", "#000000", "-"),
 }
 SMALLEST = 1.0  # per cent; less is drawn there
+PER_CENT = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 def slack_against_cost(folder: Path, target: Path) -> None:
@@ -60,7 +61,10 @@ def _panel(axes: Axes, rows: list[Row]) -> None:
     ticks = sorted({int(row["rows"]) for row in rows})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in PER_CENT if low <= tick <= high]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.yaxis.set_minor_formatter(NullFormatter())
     _label(axes, labels)
 
 
