@@ -7,12 +7,15 @@ import torch
 from small_estimators import TOLERANCE
 from small_networks import randn
 
+from asdl_marglik.curvature.kernel.prior_steps import Combination
 from asdl_marglik.linalg import (
+    Conditioning,
     eigenvalues,
     eigenvalues_of_rows,
     gram_in_double,
     gram_of,
     log_det_identity_plus,
+    pivot_order,
     precision_of_sums,
     resolved,
 )
@@ -72,3 +75,43 @@ def test_a_gram_matrix_in_double_some_columns_at_a_time(columns, monkeypatch):
     want = (rows.double() * inverse.double()) @ rows.double().mT
     torch.testing.assert_close(gram_in_double(rows, inverse), want)
     torch.testing.assert_close(gram_in_double(rows), rows.double() @ rows.double().mT)
+
+
+@pytest.mark.parametrize("u", [0, 3, 7])
+@pytest.mark.parametrize("m", [1.0, 4.5])
+def test_the_conditioned_log_determinant_and_its_derivative(u, m):
+    """Weights on pivots are m log|M| + (1 - m) log|M_U|, and so is what autograd makes of that."""
+    rows = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    conditioning = Conditioning(u, m)
+
+    def plain(v):
+        M = torch.eye(8, dtype=torch.float64) + v @ v.mT
+        return m * torch.logdet(M) + (1 - m) * torch.logdet(M[:u, :u])
+
+    def fast(v):
+        return log_det_identity_plus(v @ v.mT, conditioning=conditioning)
+
+    def cached(v):
+        kernels = Combination([v @ v.mT], v.dtype, conditioning)
+        return kernels.log_det_identity_plus(torch.ones(1, dtype=v.dtype))
+
+    v = rows.clone().requires_grad_()
+    torch.testing.assert_close(fast(v), plain(v), rtol=1e-12, atol=0)
+    torch.testing.assert_close(cached(rows), plain(rows), rtol=1e-12, atol=0)
+    (found,), (expected,) = (torch.autograd.grad(f(v), v) for f in (fast, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_pivots_are_the_rows_of_largest_variance_given_those_before():
+    rows = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    M = torch.eye(9, dtype=torch.float64) + rows @ rows.mT
+    chosen = []
+    for pivot in pivot_order(M, 9).tolist():
+        left = [i for i in range(9) if i not in chosen]
+        if chosen:
+            cross = M[left][:, chosen]
+            given = M[left][:, left] - cross @ torch.linalg.solve(M[chosen][:, chosen], cross.mT)
+        else:
+            given = M
+        assert pivot == left[int(given.diagonal().argmax())]
+        chosen.append(pivot)
