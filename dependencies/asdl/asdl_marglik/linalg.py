@@ -43,7 +43,7 @@ class Conditioning:
         log|M_U| + m log|M / M_U|  =  m log|M| + (1 - m) log|M_U|
 
     M / M_U is the Schur complement. With the Cholesky factor L of M it is one sum over pivots,
-    2 log L_ii, with the weights 1 and m.
+    2 log L_ii, with the weights W = diag(1, ..., m, ...), and its derivative is L^-T W L^-1.
 
     Args:
         n_inducing: u.
@@ -58,6 +58,12 @@ class Conditioning:
         first = log_pivots[..., : self.n_inducing].sum(-1)
         others = log_pivots[..., self.n_inducing :].sum(-1)
         return first + self.weight * others
+
+    def weighted(self, factor: Tensor) -> Tensor:
+        """L W^-1/2, of which the "inverse of L L^T" is the derivative L^-T W L^-1."""
+        weighted = factor.clone()
+        weighted[:, self.n_inducing :] /= self.weight**0.5
+        return weighted
 
     def combine_(self, whole: Tensor, inducing: Tensor) -> Tensor:
         """m M^-1 + (1 - m) M_U^-1, its derivative, written to M^-1 [n, n]; M_U^-1 is [u, u]."""
@@ -126,14 +132,7 @@ def derivative_of(
     """
     if not is_factor:
         return saved
-    inverse = torch.cholesky_inverse(saved)
-    return inverse if conditioning is None else _conditioned(inverse, saved, conditioning)
-
-
-def _conditioned(inverse: Tensor, factor: Tensor, conditioning: Conditioning) -> Tensor:
-    u = conditioning.n_inducing
-    first = factor[:u, :u]
-    return conditioning.combine_(inverse, torch.cholesky_inverse(first) if u else first)
+    return torch.cholesky_inverse(saved if conditioning is None else conditioning.weighted(saved))
 
 
 class _LogDetIdentityPlus(torch.autograd.Function):
@@ -149,10 +148,8 @@ class _LogDetIdentityPlus(torch.autograd.Function):
         )
         if coarse and is_factor and ctx.needs_input_grad[0]:
             inverse = _inverse_if_in_doubt(saved, identity_plus)
-            if inverse is not None:
+            if inverse is not None and conditioning is None:
                 is_factor = False
-                if conditioning is not None:
-                    inverse = _conditioned(inverse, saved, conditioning)
                 saved = inverse
         ctx.save_for_backward(saved)
         ctx.is_factor = is_factor
