@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -249,7 +250,7 @@ class EvidenceLearner:
             else:
                 values = self._again(drawn, gradients)
             left -= 1
-            evidence = Evidence.mean(values)
+            evidence = values[0] if len(values) == 1 else Evidence.mean(values)
             if left == 0:
                 self.on_blocks.refresh(drawn, values)
             self._step(step, gradients.total)
@@ -300,17 +301,18 @@ class EvidenceLearner:
             parameter.grad = gradient
         for moves in self._moves:
             if moves.moves_at(step):
-                moves.step(self._total_steps(moves))
+                moves.step(None if self._n_rounds is None else moves.steps * self._n_rounds)
         project = getattr(self.ml.augment, "project_", None)
         if project is not None:
             project()
 
-    def _total_steps(self, moves: _Moves) -> int | None:
-        """Steps in the whole training, if that is known."""
+    @cached_property
+    def _n_rounds(self) -> int | None:
+        """Rounds with steps in the whole training, if its length is known."""
         if self.total_rounds is None:
             return None
         calls = range(1, self.total_rounds + 1)
-        return moves.steps * sum(is_due(call, self.burn_in, self.every) for call in calls)
+        return sum(is_due(call, self.burn_in, self.every) for call in calls)
 
     def _of_all_ranks(self, gradients: list[Tensor]) -> list[Tensor]:
         """The sum over processes; of blocks that they share, on which they agree, the mean."""
