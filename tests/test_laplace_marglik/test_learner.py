@@ -232,6 +232,22 @@ def test_steps_on_one_block_cost_one_pass(monkeypatch):
     assert calls == [True, True, True]
 
 
+@pytest.mark.parametrize("steps_per_block", [1, 2, 3, 10])
+def test_inducing_rows_are_chosen_anew_after_every_block(steps_per_block, monkeypatch):
+    """Also after one on which a round ends before all of its steps are taken."""
+    learner = EvidenceLearner(marglik(), data(), rows=12, steps=5, steps_per_block=steps_per_block)
+    updates = []
+    update = learner.partition.update
+
+    def counted(*args):
+        updates.append(args)
+        update(*args)
+
+    monkeypatch.setattr(learner.partition, "update", counted)
+    learner.round()
+    assert len(updates) == -(-5 // steps_per_block)
+
+
 def test_steps_of_the_augmentation_take_a_new_block_each(monkeypatch):
     ml = marglik(augment=Shifted())
     calls = []

@@ -251,7 +251,7 @@ class EvidenceLearner:
                 values = self._again(drawn, gradients)
             left -= 1
             evidence = values[0] if len(values) == 1 else Evidence.mean(values)
-            if left == 0:
+            if left == 0 or step + 1 == self.n_steps:  # the block's last evaluation
                 self.on_blocks.refresh(drawn, values)
             self._step(step, gradients.total)
             evidences.append(replace(evidence, row_kernel=None).detach())
