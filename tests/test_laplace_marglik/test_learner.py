@@ -315,7 +315,7 @@ def test_data_sets_of_several_kinds():
         EvidenceLearner(marglik(), iter([(x, y)]))
     with pytest.raises(MarglikError, match=r"24 examples|n_data"):
         EvidenceLearner(marglik(), (x[:5], y[:5]))
-    with pytest.raises(MarglikError, match="pairs"):
+    with pytest.raises(MarglikError, match="a pair"):
         EvidenceLearner(marglik(), list(zip(x, y, y, strict=True)), rows=12)
 
 

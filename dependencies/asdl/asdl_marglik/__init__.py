@@ -39,6 +39,7 @@ from asdl_marglik.watch.model import (
     tensors_of,
     trainable,
 )
+from asdl_marglik.watch.network import Network, chosen_output, plain
 from asdl_marglik.watch.plan import Plan, PlanChanged
 from asdl_marglik.watch.planner import make_plan
 
@@ -55,6 +56,7 @@ __all__ = [
     "CurvatureError",
     "FastPaths",
     "Groups",
+    "Network",
     "Passes",
     "Plan",
     "PlanChanged",
@@ -73,6 +75,7 @@ __all__ = [
     "check_finite",
     "check_weights",
     "checksum",
+    "chosen_output",
     "copied",
     "eigen_root",
     "eigenvalues",
@@ -87,6 +90,7 @@ __all__ = [
     "mixed_gram",
     "parts_of",
     "pivot_order",
+    "plain",
     "psd_sqrt",
     "register",
     "register_structure",

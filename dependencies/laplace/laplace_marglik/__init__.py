@@ -16,6 +16,7 @@ from laplace_marglik.likelihood import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    NextToken,
     Poisson,
 )
 from laplace_marglik.partition import Block, ClassPartition, Partition
@@ -49,6 +50,7 @@ __all__ = [
     "LowRankCovariance",
     "MarginalLikelihood",
     "MarglikError",
+    "NextToken",
     "Partition",
     "Poisson",
     "Posterior",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,27 +62,6 @@ def targets(y: Any) -> Tensor:
     raise MarglikError(
         f"targets must be a tensor, got {type(y).__name__}; convert with torch.as_tensor"
     )
-
-
-def pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """The batches (inputs, targets) of a loader."""
-    for batch in loader:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise MarglikError(
-                "every batch of the loader must be a pair (inputs, targets), got a "
-                f"{type(batch).__name__} {_contents(batch)}; wrap the loader in an object whose "
-                "__iter__ gives such pairs"
-            )
-        yield batch[0], batch[1]
-
-
-def _contents(batch: Any) -> str:
-    """What is in a batch, for an error message."""
-    if isinstance(batch, Mapping):
-        return f"with the keys {list(batch)}"
-    if isinstance(batch, (tuple, list)):
-        return f"of {len(batch)} entries"
-    return ""
 
 
 class _Function(nn.Module):

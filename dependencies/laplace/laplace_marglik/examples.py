@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from asdl_marglik import taken, tensors_of
+from laplace_marglik.batches import pair_of
 from laplace_marglik.errors import MarglikError
 
 
@@ -41,31 +42,35 @@ class TensorExamples:
 
 
 class DatasetExamples:
-    """A map-style data set of pairs; random transforms are drawn once for each reading."""
+    """A map-style data set of pairs, or of mappings with the targets inside.
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list], Any] | None):
+    Random transforms are drawn once for each reading.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list], Any] | None, labels: str | None = None
+    ):
         self.dataset = dataset
         self.collate = collate_fn or default_collate
+        self.labels = labels
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def take(self, index: Tensor) -> tuple[Any, Tensor]:
         batch = self.collate([self.dataset[int(i)] for i in index])
-        if not isinstance(batch, Sequence) or len(batch) != 2:
-            raise MarglikError(
-                "the data set must give pairs (inputs, targets), or collate_fn must make them; "
-                f"it made a {type(batch).__name__}"
-            )
-        return batch[0], batch[1]
+        return pair_of(batch, self.labels)
 
 
-def examples_of(data: Any, collate_fn: Callable[[list], Any] | None = None) -> Examples:
+def examples_of(
+    data: Any, collate_fn: Callable[[list], Any] | None = None, labels: str | None = None
+) -> Examples:
     """Examples from a pair (x, y), a TensorDataset, or any map-style data set.
 
     Args:
         data: the training set.
         collate_fn: as in a DataLoader.
+        labels: name of the targets where batches are mappings.
     """
     tensors = getattr(data, "tensors", data)
     pair = isinstance(tensors, (tuple, list)) and len(tensors) == 2
@@ -77,7 +82,7 @@ def examples_of(data: Any, collate_fn: Callable[[list], Any] | None = None) -> E
             f"__len__) or a pair of tensors (x, y), got {type(data).__name__}; an iterable one "
             "can be read into a list"
         )
-    return DatasetExamples(data, collate_fn)
+    return DatasetExamples(data, collate_fn, labels)
 
 
 class Batches(Sequence[tuple[Any, Tensor]]):

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asdl_marglik import STRUCTURES, Ranks, evaluating, matches
+from asdl_marglik import STRUCTURES, Ranks, evaluating
 from laplace_marglik import checks
+from laplace_marglik.attachment import Attachment
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.by_blocks import evidence_by_blocks
 from laplace_marglik.evidence.evidence import Evidence
@@ -69,7 +70,8 @@ class EvidenceLearner:
 
     Args:
         ml: the marginal likelihood.
-        data: the training set: a pair (x, y) of tensors or any map-style data set of pairs.
+        data: the training set: a pair (x, y) of tensors or any map-style data set of pairs, or of
+            mappings with the targets inside (`ml.labels`).
         rows: of a block: rows if it is conditioned, else data points; None for all data.
         inducing: fraction of the rows that are inducing rows; 0 for independent blocks of data
             points with `ml.outputs` root columns each.
@@ -129,7 +131,7 @@ class EvidenceLearner:
         ):
             checks.positive_integer(name, count)
         self.ml = ml
-        self.examples = examples_of(data, collate_fn)
+        self.examples = examples_of(data, collate_fn, ml.labels)
         if len(self.examples) != ml.n_data:
             raise MarglikError(
                 f"the data set has {len(self.examples)} examples, but n_data={ml.n_data}"
@@ -160,7 +162,7 @@ class EvidenceLearner:
             _Moves.of(forward, augment_steps, lr_augment, lr_augment_min),
         ]
         self.calls = 0
-        self._attached: list[_Attachment] = []
+        self._attached: list[Attachment] = []
 
     def _partition(self, rows: int | None, inducing: float) -> Partition | InducingPartition:
         ml = self.ml
@@ -325,76 +327,54 @@ class EvidenceLearner:
 
     # ----------------------------------------------------------------------------------- weights
 
-    def attach(self, optimizer: torch.optim.Optimizer, *, also_decays: bool = False) -> None:
+    def attach(self, optimizer: Any, *, decoupled: bool = False, also_decays: bool = False) -> None:
         """Add the prior's gradient, precision * (w - mean) / N, in every step of an optimiser.
 
         The loss is then that of the data alone, `ml.data_loss`. The gradient is added after
-        clipping and unscaling, just before the step; weights without a gradient are left alone.
+        clipping and unscaling, just before the step; weights without a gradient are left alone. A
+        closure given to `step` gets the prior's part of loss and gradients.
 
         Args:
-            optimizer: of the weights, or of some of them.
+            optimizer: of the weights, or of some of them; also one that accelerate or Lightning has
+                wrapped.
+            decoupled: decay the weights beside the step as AdamW does, w -= rate * gradient.
             also_decays: accept one that has a weight decay of its own, which is then added.
         """
-        weights = self._weights_of(optimizer)
-        known = {name for attachment in self._attached for name in attachment.weights}
-        twice = [name for name in weights if name in known]
+        attachment = Attachment(
+            optimizer,
+            self.ml.prior,
+            self.ml.weights,
+            self.ml.n_data,
+            decoupled=decoupled,
+            also_decays=also_decays,
+        )
+        known = {name for other in self._attached for name in other.names}
+        twice = [name for name in attachment.names if name in known]
         if twice:
+            attachment.remove()
             raise MarglikError(
                 f"an optimiser with the weight {twice[0]!r} is attached already; call detach() "
                 "first"
             )
-        decays = [g.get("weight_decay", 0) for g in optimizer.param_groups]
-        if any(decays) and not also_decays:
-            raise MarglikError(
-                f"the optimiser has weight_decay={max(decays)} of its own beside the learned one; "
-                "set it to 0, or say attach(optimizer, also_decays=True)"
-            )
-
-        def add_decay(*_: Any) -> None:
-            self.ml.prior.add_gradient_(weights, self.ml.n_data)
-
-        hook = optimizer.register_step_pre_hook(add_decay)
-        self._attached.append(_Attachment(list(weights), hook))
-
-    def _weights_of(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-        """The weights that an optimiser has, by name; it must have nothing else."""
-        names = {id(w): name for name, w in self.ml.weights.items()}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        others = [p for p in parameters if id(p) not in names and p.requires_grad]
-        if others:
-            raise MarglikError(
-                f"the optimiser has {len(others)} parameters (the first of shape "
-                f"{tuple(others[0].shape)}) that are no weights of this model; hyperparameters "
-                "are moved by round(), other modules need an optimiser of their own"
-            )
-        weights = {names[id(p)]: p for p in parameters if id(p) in names}
-        if not weights:
-            raise MarglikError("the optimiser has none of the model's weights")
-        return weights
+        self._attached.append(attachment)
 
     def detach(self) -> None:
         """Undo all attachments."""
         for attachment in self._attached:
-            attachment.hook.remove()
+            attachment.remove()
         self._attached = []
 
     # -------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that determines later rounds: hyperparameters, optimisers, inducing rows."""
-        ml = self.ml
         partition = self.partition
         conditioned = isinstance(partition, InducingPartition)
         return {
             "calls": self.calls,
-            "prior": ml.prior.state_dict(),
-            "likelihood": ml.likelihood.state_dict(),
-            "augment": None if ml.augment is None else ml.augment.state_dict(),
-            "in_network": {name: p.detach().clone() for name, p in self._in_network().items()},
+            "ml": self.ml.state_dict(),
             "optimizers": [moves.state_dict() for moves in self._moves],
             "inducing": partition.state_dict() if conditioned else None,  # type: ignore[union-attr]
-            "generator": ml.generator.get_state(),
-            "in_double": ml.in_double,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -405,34 +385,12 @@ class EvidenceLearner:
                 "the state is of a learner with other blocks (conditioned or not); build this one "
                 "with the same rows= and inducing="
             )
-        ml = self.ml
         if isinstance(self.partition, InducingPartition):
             self.partition.load_state_dict(state["inducing"])
         self.calls = state["calls"]
-        ml.prior.load_state_dict(state["prior"])
-        ml.likelihood.load_state_dict(state["likelihood"])
-        if ml.augment is not None:
-            ml.augment.load_state_dict(state["augment"])
-        with torch.no_grad():
-            for name, parameter in self._in_network().items():
-                parameter.copy_(state["in_network"][name])
+        self.ml.load_state_dict(state["ml"])
         for moves, own in zip(self._moves, state["optimizers"], strict=True):
             moves.load_state_dict(own)
-        ml.generator.set_state(state["generator"])
-        ml.in_double = state["in_double"]
-
-    def _in_network(self) -> dict[str, nn.Parameter]:
-        """Hyperparameters inside the network, by name."""
-        named = self.ml.model.named_parameters()
-        return {name: p for name, p in named if matches(name, self.ml.hyper)}
-
-
-@dataclass
-class _Attachment:
-    """The weights of an attached optimiser, and the hook on its steps."""
-
-    weights: list[str]
-    hook: Any
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from laplace_marglik.variational.covariance import LowRankCovariance
 
 Structure = Literal["scalar", "layerwise", "diagonal"]
 NAMED = 20  # group names in an error message, at most
+SHOWN = 6  # and in the prior's own text
 
 
 class GaussianPrior(nn.Module):
@@ -70,6 +71,20 @@ class GaussianPrior(nn.Module):
         log_precision = _initial_log_precision(precision, self.group_names, first)
         self.log_precision = nn.Parameter(log_precision)
         self.means = _Means(_means(mean, weights))
+
+    def __repr__(self) -> str:
+        values = self.precision.detach().double().tolist()
+        spread = f"precision {min(values):.4g}"
+        if max(values) > min(values):
+            spread += f" to {max(values):.4g}"
+        text = f"{len(self.groups)} weights, {len(values)} groups, {spread}"
+        names = dict.fromkeys(self.group_names)
+        if 1 < len(names) == len(values):  # not a group for each element
+            pairs = [f"{n}={v:.4g}" for n, v in zip(names, values, strict=True)][:SHOWN]
+            text += ": " + ", ".join(pairs) + (", ..." if len(values) > SHOWN else "")
+        if any(True for _ in self.means.buffers()):
+            text += "; around means"
+        return f"GaussianPrior({text})"
 
     @property
     def precision(self) -> Tensor:
@@ -164,24 +179,22 @@ class GaussianPrior(nn.Module):
             groups.setdefault(decay, []).append(weights[name])
         return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
 
-    @torch.no_grad()
-    def add_gradient_(self, weights: Mapping[str, Tensor], n_data: int) -> None:
-        """Add that of penalty / 2N, precision * (w - mean) / N, to the gradients that are there.
+    def pulls(self, weights: Mapping[str, Tensor], n_data: int) -> Iterator[tuple[str, Tensor]]:
+        """The gradient of penalty / 2N in each weight, precision * (w - mean) / N.
+
+        Weights of half precision have it in single precision, in which it does not vanish.
 
         Args:
-            weights: tensors by parameter name; those without a gradient are left alone.
+            weights: tensors by parameter name.
             n_data: size N of the training set.
         """
-        present = {name: w for name, w in weights.items() if w.grad is not None}
-        precision = self.log_precision.exp() / n_data
-        for name, deviation in self.deviations(present).items():
+        precision = self.log_precision.detach().exp() / n_data
+        for name, deviation in self.deviations(weights).items():
             group = self.groups[name]
-            scale = precision[group].to(deviation.dtype)
-            if not isinstance(group, int):
-                scale = scale.view_as(deviation)
-            gradient = present[name].grad
-            assert gradient is not None
-            gradient.add_(scale * deviation)
+            deviation = deviation.detach()
+            dtype = torch.promote_types(deviation.dtype, torch.float32)
+            scale = precision[group].to(deviation.device, dtype)
+            yield name, deviation * (scale if isinstance(group, int) else scale.view_as(deviation))
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """w - mean of each weight.
@@ -362,7 +375,8 @@ def _initial_log_precision(
             f"prior precision must be positive and between exp(-{LARGEST_LOG:g}) and "
             f"exp({LARGEST_LOG:g}), got {precision}"
         )
-    return torch.tensor([math.log(v) for v in values], dtype=like.dtype, device=like.device)
+    dtype = torch.promote_types(like.dtype, torch.float32)  # steps would vanish in half precision
+    return torch.tensor([math.log(v) for v in values], dtype=dtype, device=like.device)
 
 
 def _means(

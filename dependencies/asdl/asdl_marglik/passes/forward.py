@@ -28,7 +28,7 @@ from asdl_marglik.watch.model import (
     tensors_of,
     versions,
 )
-from asdl_marglik.watch.plan import Plan
+from asdl_marglik.watch.plan import Plan, PlanChanged
 from asdl_marglik.watch.record import Recorder, Use
 
 # How the factors of a weight treat augmented copies and shared positions: keep all of them; average
@@ -132,6 +132,8 @@ class Chunk:
                 "the model changes its input in place, for these data though not for the first "
                 "ones, and has overwritten it; use out-of-place operations on the input"
             )
+        if outputs.shape[1:] != self.plan.output_shape:
+            raise PlanChanged  # sequences of another length
         return recorder, checked_outputs(outputs, self.n * self.copies)
 
     def _linear(self) -> bool:

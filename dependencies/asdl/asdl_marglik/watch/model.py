@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from asdl_marglik.errors import CurvatureError
-
-Inputs = Any  # a tensor or a mapping of tensors, each with a leading batch axis
+from asdl_marglik.watch.network import Inputs, Network, plain, plain_forwards
 
 # A checksum takes so many numbers at a time: their 64-bit integers fill half a megabyte, whatever
 # the size of the tensor.
@@ -83,7 +82,7 @@ def trainable(model: nn.Module, hyper: Iterable[str] = ()) -> dict[str, nn.Param
         model: the user's model.
         hyper: patterns of the names of hyperparameters.
     """
-    parameters = model.named_parameters()
+    parameters = plain(model).named_parameters()
     return {name: p for name, p in parameters if p.requires_grad and not matches(name, hyper)}
 
 
@@ -95,7 +94,7 @@ def hyperparameters_in(model: nn.Module, hyper: Iterable[str]) -> dict[str, nn.P
         hyper: patterns of their names.
     """
     hyper = list(hyper)
-    parameters = dict(model.named_parameters())
+    parameters = dict(plain(model).named_parameters())
     for pattern in hyper:
         if not any(matches(name, [pattern]) for name in parameters):
             raise CurvatureError(
@@ -110,9 +109,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; the mode of every submodule is restored afterwards.
 
     It is restored after an exception, too. Attention runs by its plain formula: the fused kernels
-    have no second derivative. Autocast is off, so that numbers have the precision of the weights.
-    Other threads wait at their own `evaluating`; a thread that trains the model meanwhile is not
-    noticed.
+    have no second derivative. Autocast is off, so that numbers have the precision of the weights,
+    and nothing runs compiled, so that operations can be watched. Other threads wait at their own
+    `evaluating`; a thread that trains the model meanwhile is not noticed.
 
     Args:
         model: the user's model.
@@ -121,7 +120,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         training = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            with sdpa_kernel(SDPBackend.MATH), full_precision(model):
+            with sdpa_kernel(SDPBackend.MATH), full_precision(model), not_compiled():
                 yield
         finally:
             for module, mode in training:
@@ -132,26 +131,53 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def full_precision(model: nn.Module) -> Iterator[None]:
     """Autocast switched off inside, for the CPU and for the model's device.
 
+    Where accelerate has wrapped a module's forward in autocast, the forward of before runs.
+
     Args:
         model: the user's model.
     """
     device = next((p.device.type for p in model.parameters()), "cpu")
-    with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
+    wrapped = {module: module.forward for module in plain_forwards(model)}
+    try:
+        for module, forward in plain_forwards(model).items():
+            module.forward = forward
+        with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
+            yield
+    finally:
+        for module, forward in wrapped.items():
+            module.forward = forward
+
+
+@contextmanager
+def not_compiled() -> Iterator[None]:
+    """Models and functions that `torch.compile` has compiled run as they were written."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
-def run(model: nn.Module, x: Inputs, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+def run(
+    model: nn.Module,
+    x: Inputs,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    wrapped: bool = False,
+) -> Tensor:
     """Outputs [n, ...] of the model.
 
     Args:
         model: the user's model.
         x: inputs [n, ...].
         weights: values that replace parameters of these names.
+        wrapped: with what compiles or distributes the model, as in training, where no values are
+            replaced.
     """
+    network = Network.of(model)
     if weights:
-        f = functional_call(model, dict(weights), (x,))
+        f = functional_call(network, dict(weights), (x,))
     else:
-        f = model(x)
+        f = network.as_given(x) if wrapped else network(x)
     return checked_outputs(f, len(tensors_of(x)[0]))
 
 
@@ -171,20 +197,13 @@ def run_averaged(
     return f.unflatten(0, (n, a)).mean(1)
 
 
-def checked_outputs(f: Any, n: int) -> Tensor:
-    """The outputs of a model; an error if they are not one tensor with a leading batch axis.
+def checked_outputs(f: Tensor, n: int) -> Tensor:
+    """The outputs of a model; an error if they have no leading batch axis.
 
     Args:
-        f: what the model returned.
+        f: outputs of a `Network`.
         n: number of its inputs.
     """
-    if not isinstance(f, Tensor):
-        entries = f" with the entries {list(f)}" if isinstance(f, Mapping) else ""
-        raise CurvatureError(
-            "the model must return one tensor of outputs [n, ...], got "
-            f"{type(f).__name__}{entries}; wrap it in a module whose forward returns the tensor "
-            "that the likelihood takes, for example net(**x).logits"
-        )
     if not f.dim() or len(f) != n:
         raise CurvatureError(
             f"the model must return outputs with a leading batch axis: [{n}, ...] for {n} inputs, "

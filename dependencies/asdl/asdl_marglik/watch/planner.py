@@ -29,6 +29,7 @@ from asdl_marglik.watch.model import (
     tensors_of,
     versions,
 )
+from asdl_marglik.watch.network import Network, check_autocast
 from asdl_marglik.watch.persample import averaged_output, gradients, leaves_of
 from asdl_marglik.watch.plan import Plan, signature_of
 from asdl_marglik.watch.record import Recorder, Use
@@ -58,6 +59,7 @@ def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> 
         weights: its weights by name.
         x: inputs [n, ...].
     """
+    model = Network.of(model)
     check_hooks(model)
     _refuse_batch_statistics(model)
     pair = _two_points(x)
@@ -123,6 +125,7 @@ def _together(model: nn.Module, weights: dict[str, nn.Parameter], pair: Inputs) 
     saved_bytes: dict[int, int] = {}  # by address of the storage
 
     def count(t: Tensor) -> Tensor:
+        check_autocast(t.device)
         storage = t.untyped_storage()
         saved_bytes[storage.data_ptr()] = storage.nbytes()
         return t

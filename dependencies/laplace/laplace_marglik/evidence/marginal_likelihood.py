@@ -11,7 +11,7 @@ rows once and the others, given those, M times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -26,6 +26,7 @@ from asdl_marglik import (
     Batch,
     Budget,
     Conditioning,
+    Network,
     Passes,
     Plan,
     PlanChanged,
@@ -36,13 +37,16 @@ from asdl_marglik import (
     Term,
     augmented,
     check_weights,
+    chosen_output,
     copied,
     evaluating,
     full_precision,
     hyperparameters_in,
     make_plan,
     map_inputs,
+    matches,
     parts_of,
+    plain,
     run,
     run_averaged,
     seeded,
@@ -51,6 +55,7 @@ from asdl_marglik import (
     trainable,
 )
 from laplace_marglik import checks
+from laplace_marglik.batches import pair_of, pairs
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.block import BlockData, Cache, PreparedBlock, status_of
 from laplace_marglik.evidence.description import described
@@ -79,8 +84,10 @@ class MarginalLikelihood:
     The weights never get a gradient of it.
 
     Args:
-        model: the network; its parameters that require grad are the weights.
-        likelihood: "classification", "regression", a `Likelihood`, or a function log_prob(f, y).
+        model: the network; its parameters that require grad are the weights. It is called with a
+            tensor, a mapping, or a mapping's entries as keywords, as its forward says.
+        likelihood: "classification", "token-classification", "regression", a `Likelihood`, or a
+            function log_prob(f, y).
         n_data: size N of the whole training set.
         prior: of the same model, with the same `hyper`.
         structure: "ntk" | "full" | "blockdiag" | "kfac" | "diag", or a registered one.
@@ -90,6 +97,9 @@ class MarginalLikelihood:
             paper, and for eigen where a block is conditioned on inducing rows.
         augment: module or function x [n, ...] -> [n, A, ...]; outputs are averaged over the copies.
         hyper: name patterns of parameters inside the network that are hyperparameters.
+        output: which of several outputs of the model, by name or place; None for `logits` where
+            there are any, else the first tensor.
+        labels: name of the targets where batches are mappings; None for "labels" or "label".
         kfac: weight-sharing setting of KFAC, "expand" | "reduce".
         blocks: of the block-diagonal structure, by "module" or by "tensor".
         memory_budget: bytes an estimate may take besides model and data; what is left of it saves
@@ -113,6 +123,8 @@ class MarginalLikelihood:
         root: Root | None = None,
         augment: nn.Module | None = None,
         hyper: Iterable[str] = (),
+        output: str | int | None = None,
+        labels: str | None = None,
         kfac: Literal["expand", "reduce"] = "expand",
         blocks: Literal["module", "tensor"] = "module",
         memory_budget: float | None = None,
@@ -121,7 +133,9 @@ class MarginalLikelihood:
         generator: torch.Generator | None = None,
         ranks: Ranks | None = None,
     ):
-        self.model = model
+        self.model = plain(model)
+        self.network = Network(model, output)
+        self.labels = labels
         self.likelihood = likelihood_for(likelihood)
         self.prior = prior
         self.n_data = n_data
@@ -208,26 +222,29 @@ class MarginalLikelihood:
 
     # ----------------------------------------------------------------------------------- objectives
 
-    def data_loss(self, f: Tensor, y: Tensor) -> Tensor:
+    def data_loss(self, f: Any, y: Tensor) -> Tensor:
         """The mean of -log p(y|f) / tau, without weight decay; detached from all hyperparameters.
 
         Args:
-            f: outputs [n, ...].
+            f: outputs [n, ...], or what the model returns with them inside.
             y: targets [n, ...].
         """
-        y = checks.targets(y)
+        f = chosen_output(f, self.network.output)
+        f = f.to(torch.promote_types(f.dtype, torch.float32))  # sums over outputs need it
+        y = self.placed(checks.targets(y))
         with self.likelihood.constant():
             return -self.likelihood.tempered_log_prob(f, y).mean()
 
-    def map_loss(self, x: Any, y: Tensor) -> Tensor:
+    def map_loss(self, x: Any, y: Tensor | None = None) -> Tensor:
         """Loss for the weights, per datum: -log p / tau + penalty / (2 N).
 
         It is detached from every hyperparameter.
 
         Args:
-            x: inputs [n, ...].
+            x: inputs [n, ...], or a batch with the targets inside.
             y: targets [n, ...].
         """
+        x, y = self._pair(x, y)
         decay = self.prior.penalty(self.weights) / (2 * self.n_data)
         return self.data_loss(self.outputs_of(x), y) + decay
 
@@ -240,15 +257,21 @@ class MarginalLikelihood:
         """
         detached = {name: p.detach() for name, p in self._hyper_in_network.items()} or None
         if self.augment is None:
-            return run(self.model, copied(x), detached)
+            return run(self.network, copied(x), detached, wrapped=self.model.training)
         with torch.no_grad():
             copies = augmented(self.augment, x, self._seed() if seed is None else seed)
-        return run_averaged(self.model, copies, detached)
+        return run_averaged(self.network, copies, detached)
+
+    def _pair(self, x: Any, y: Tensor | None) -> tuple[Any, Tensor]:
+        """Inputs and targets, which may be inside the inputs."""
+        if y is None:
+            x, y = pair_of(x, self.labels)
+        return x, checks.targets(y)
 
     def __call__(
         self,
         x: Any,
-        y: Tensor,
+        y: Tensor | None = None,
         columns: Tensor | None = None,
         *,
         block: Block | None = None,
@@ -257,7 +280,7 @@ class MarginalLikelihood:
         """The evidence of all data estimated from this block.
 
         Args:
-            x: inputs [S, ...] of the block.
+            x: inputs [S, ...] of the block, or a batch with the targets inside.
             y: targets [S, ...].
             columns: explicit root columns [K] or [S, K].
             block: the `Block` of a partition that x and y are; its columns and counts are taken,
@@ -265,6 +288,7 @@ class MarginalLikelihood:
             likelihood_batch: other data (x, y), drawn at random, for the log-likelihood; they cost
                 a pass without rows.
         """
+        x, y = self._pair(x, y)
         return self._with_plan(
             lambda: self._evidence(self._single_block(x, y, columns, block, likelihood_batch))
         )
@@ -272,7 +296,7 @@ class MarginalLikelihood:
     def cached(
         self,
         x: Any,
-        y: Tensor,
+        y: Tensor | None = None,
         columns: Tensor | None = None,
         *,
         block: Block | None = None,
@@ -289,6 +313,7 @@ class MarginalLikelihood:
             block: as in a call.
             likelihood_batch: as in a call.
         """
+        x, y = self._pair(x, y)
 
         def prepare() -> PreparedBlock:
             return self._single_block(x, y, columns, block, likelihood_batch, reuse=True)
@@ -330,6 +355,68 @@ class MarginalLikelihood:
             parts = parts_of(self.structure, problem)
             return plan, parts, self._budget.arrange(problem, parts, again=True)
 
+    # ------------------------------------------------------------------------------- what it holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, and what later draws depend on; plain tensors and numbers."""
+        in_network = {name: p.detach().clone() for name, p in self._all_in_network().items()}
+        return {
+            "prior": _copied_state(self.prior),
+            "likelihood": _copied_state(self.likelihood),
+            "augment": None if self.augment is None else _copied_state(self.augment),
+            "in_network": in_network,
+            "generator": self.generator.get_state(),
+            "in_double": self.in_double,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over everything learned.
+
+        Args:
+            state: from `state_dict` of a marginal likelihood of the same model, prior and
+                augmentation.
+        """
+        own = self._all_in_network()
+        if set(state["in_network"]) != set(own) or (state["augment"] is None) != (
+            self.augment is None
+        ):
+            raise MarglikError(
+                "the state is of a marginal likelihood with other hyperparameters: it has "
+                f"{sorted(state['in_network'])} in the network and "
+                f"{'no' if state['augment'] is None else 'an'} augmentation, this one has "
+                f"{sorted(own)} and {'no' if self.augment is None else 'an'} augmentation"
+            )
+        _load(self.prior, state["prior"], "prior")
+        _load(self.likelihood, state["likelihood"], "likelihood")
+        if self.augment is not None:
+            _load(self.augment, state["augment"], "augmentation")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state["in_network"][name])
+        self.generator.set_state(state["generator"])
+        self.in_double = state["in_double"]
+
+    def _all_in_network(self) -> dict[str, nn.Parameter]:
+        """Hyperparameters inside the network, frozen ones too."""
+        named = self.model.named_parameters()
+        return {name: p for name, p in named if matches(name, self.hyper)}
+
+    def __repr__(self) -> str:
+        learned = sum(p.numel() for p in self.hyperparameters())
+        outputs = "all" if self.outputs is None else self.outputs
+        lines = [
+            f"model={type(self.model).__name__} ({sum(w.numel() for w in self.weights.values())} "
+            "weights)",
+            f"likelihood={self.likelihood}",
+            f"prior={self.prior}",
+            f"structure={self.structure!r}, n_data={self.n_data}, outputs={outputs}, "
+            f"root={self.root!r}",
+        ]
+        if self.augment is not None:
+            lines.append(f"augment={type(self.augment).__name__}")
+        lines.append(f"hyperparameters={learned}")
+        return f"{type(self).__name__}(\n  " + "\n  ".join(lines) + "\n)"
+
     # ------------------------------------------------------------------------------------- assembly
 
     def _with_plan(self, compute: Callable[[], T]) -> T:
@@ -356,7 +443,7 @@ class MarginalLikelihood:
         fits = known is not None and [*known.weights] == [*weights] and not known.provisional
         if not fits or any(known.weights[name] is not w for name, w in weights.items()):  # type: ignore[union-attr]
             with evaluating(self.model), seeded(0, tensors_of(x)[0].device):
-                self._plan = make_plan(self.model, weights, x)
+                self._plan = make_plan(self.network, weights, x)
         assert self._plan is not None
         return self._plan
 
@@ -439,7 +526,7 @@ class MarginalLikelihood:
     def _checked_data(self, x: Any, y: Tensor) -> tuple[Any, Tensor]:
         """Inputs and targets where the model is, as many of each, and no more than there are."""
         x = self.placed(x)
-        y = self.placed(checks.targets(y))
+        y = self.placed(y)
         n = len(y)
         if n == 0 or any(len(t) != n for t in tensors_of(x)):
             lengths = [len(t) for t in tensors_of(x)]
@@ -533,7 +620,7 @@ class MarginalLikelihood:
             raise MarglikError(
                 "the loader can be read only once; pass a DataLoader or a list of (x, y) batches"
             )
-        first = next(checks.pairs(loader), None)
+        first = next(pairs(loader, self.labels), None)
         if first is None:
             raise MarglikError(
                 "the loader is empty; it must yield (x, y) batches of all n_data data points"
@@ -545,7 +632,7 @@ class MarginalLikelihood:
         def batches() -> Iterable[tuple[Any, Tensor, Tensor]]:
             generator = torch.Generator().manual_seed(seed)  # the same columns in both passes
             shared = None if self.columns == "iid" else draw_columns(1, c, k, generator, iid=False)
-            for x, y in checks.pairs(loader):
+            for x, y in pairs(loader, self.labels):
                 y = self.placed(checks.targets(y))
                 own = (
                     draw_columns(len(y), c, k, generator, iid=True)
@@ -752,13 +839,27 @@ class MarginalLikelihood:
         return map_inputs(lambda t: checks.ordinary(t).to(self.device), x)
 
 
+def _copied_state(module: nn.Module) -> dict[str, Tensor]:
+    """A module's state that later steps do not change."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def _load(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
+    """A module's state; an error that names the part which does not fit."""
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise MarglikError(f"the state does not fit this {what}: {error}") from None
+
+
 def _one_batch(x: Any, y: Tensor, columns: Tensor) -> Callable[[], Iterable[Batch]]:
     return lambda: [(x, y, columns)]
 
 
 _MANY_PATHS = (
     "the model uses its weights differently from one data point to the next (data-dependent "
-    "control flow); evaluate such data in separate blocks"
+    "control flow), or its outputs change their shape; evaluate such data in separate blocks, and "
+    "pad sequences to one length"
 )
 
 

@@ -1,7 +1,7 @@
 """Likelihoods: the distribution of targets given outputs, and roots of its curvature."""
 
 from laplace_marglik.likelihood.base import FromLogProb, Likelihood
-from laplace_marglik.likelihood.categorical import Categorical
+from laplace_marglik.likelihood.categorical import Categorical, NextToken
 from laplace_marglik.likelihood.diagonal import (
     Bernoulli,
     DiagonalLikelihood,
@@ -19,6 +19,7 @@ __all__ = [
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "NextToken",
     "Poisson",
     "likelihood_for",
 ]

@@ -42,6 +42,9 @@ class Likelihood(nn.Module):
         log_temperature = torch.tensor(math.log(temperature), dtype=torch.float64)
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learn_temperature)
 
+    def extra_repr(self) -> str:
+        return scale_text("temperature", self.log_temperature)
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """log p(y_i | f_i) of each datum [n], before the temperature.
 
@@ -222,6 +225,12 @@ class FromLogProb(Likelihood):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         return self._function(f, y)
+
+
+def scale_text(name: str, log_value: Tensor) -> str:
+    """A scale by name and value, and whether it is learned."""
+    learned = " (learned)" if log_value.requires_grad else ""
+    return f"{name}={log_value.detach().exp().item():.4g}{learned}"
 
 
 def probit_scaled(f: Tensor, variance: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from laplace_marglik.checks import positive_number
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.likelihood.base import Likelihood, Root, probit_scaled
+from laplace_marglik.likelihood.base import Likelihood, Root, probit_scaled, scale_text
 
 LOG_TWO_PI = math.log(2 * math.pi)
 
@@ -93,6 +93,9 @@ class Gaussian(DiagonalLikelihood):
     def sigma(self) -> Tensor:
         """Standard deviation of the noise."""
         return self.log_sigma.exp()
+
+    def extra_repr(self) -> str:
+        return f"{scale_text('sigma', self.log_sigma)}, {super().extra_repr()}"
 
     @property
     def learns_noise(self) -> bool:

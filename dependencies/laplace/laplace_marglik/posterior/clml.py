@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from asdl_marglik import copied, evaluating, map_inputs, run
 from laplace_marglik import checks
+from laplace_marglik.batches import pairs
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.likelihood import Likelihood, likelihood_for
 from laplace_marglik.variational.gaussian import Posterior
@@ -90,7 +91,7 @@ def clml(
     sums = torch.zeros(samples, dtype=torch.float64)
     count = 0
     with evaluating(model):
-        for x, y in checks.pairs(loader):
+        for x, y in pairs(loader):
             x = map_inputs(lambda t: t.to(device), x)
             y = checks.targets(y).to(device)
             for draw, seed in enumerate(seeds):  # the same weights for every batch

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from asdl_marglik import copied, evaluating, map_inputs, run, taken, trainable
 from asdl_marglik.watch import persample
 from laplace_marglik import checks
+from laplace_marglik.batches import pairs
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.likelihood import Likelihood, likelihood_for
@@ -64,7 +65,7 @@ class DiagonalLaplace:
         self.log_likelihood = torch.zeros((), dtype=torch.float64)
         self.n_data = 0
         with evaluating(model):
-            for x, y in checks.pairs(loader):
+            for x, y in pairs(loader):
                 self._add(model, x, checks.targets(y))
         if not self.n_data:
             raise MarglikError("the loader is empty; it must yield (x, y) batches")

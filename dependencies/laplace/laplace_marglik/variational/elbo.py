@@ -31,6 +31,7 @@ from asdl_marglik import (
     trainable,
 )
 from laplace_marglik import checks
+from laplace_marglik.batches import pairs
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.likelihood import Likelihood, likelihood_for
@@ -224,7 +225,7 @@ class DataEmphasizedELBO:
         posterior = self.fixed_posterior()
         generator = torch.Generator(self.generator.device)
         with evaluating(self.model):
-            for number, (x, y) in enumerate(checks.pairs(loader)):
+            for number, (x, y) in enumerate(pairs(loader)):
                 x, y = self._batch(x, y)
                 if ranks is None or ranks.owns(number):
                     for draw, seed in enumerate(seeds):

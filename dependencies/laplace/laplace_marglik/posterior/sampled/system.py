@@ -31,7 +31,8 @@ from torch import Tensor
 
 from asdl_marglik import Ranks, check_finite, map_inputs, taken
 from asdl_marglik.watch.model import finite
-from laplace_marglik.checks import pairs, targets
+from laplace_marglik.batches import pairs
+from laplace_marglik.checks import targets
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.likelihood import Likelihood
 from laplace_marglik.posterior.sampled.layout import Layout
