@@ -155,7 +155,7 @@ def stepping(optimizer: Any) -> Optimizer:
                 f"the optimiser is {kind.__name__}, which keeps weights and gradients in parts of "
                 "its own; train with DistributedDataParallel instead of DeepSpeed"
             )
-        inner = [optimizer.__dict__.get(name) for name in WRAPPED]
+        inner = [getattr(optimizer, name, None) for name in WRAPPED]
         wrapped = next((found for found in inner if isinstance(found, Optimizer)), None)
         if wrapped is None:
             break

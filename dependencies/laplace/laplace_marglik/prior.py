@@ -191,9 +191,9 @@ class GaussianPrior(nn.Module):
         precision = self.log_precision.detach().exp() / n_data
         for name, deviation in self.deviations(weights).items():
             group = self.groups[name]
-            deviation = deviation.detach()
             dtype = torch.promote_types(deviation.dtype, torch.float32)
-            scale = precision[group].to(deviation.device, dtype)
+            deviation = deviation.detach().to(dtype)
+            scale = precision[group].to(deviation)
             yield name, deviation * (scale if isinstance(group, int) else scale.view_as(deviation))
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
