@@ -280,6 +280,22 @@ class Recurrent(nn.Module):
         return self.head(h)
 
 
+class SumAndProduct(nn.Module):
+    """Linear maps as GPT-2 has them: bias + a W over batch and time flattened together."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(5))
+        self.map = nn.Parameter(0.5 * torch.randn(3, 5))
+        self.head_shift = nn.Parameter(torch.zeros(C))
+        self.head = nn.Parameter(0.5 * torch.randn(5, C))
+
+    def forward(self, x):
+        h = torch.addmm(self.shift, x.reshape(-1, x.shape[-1]), self.map)
+        h = torch.tanh(h).reshape(*x.shape[:-1], -1).mean(1)
+        return torch.addmm(self.head_shift, h, self.head)
+
+
 class Positions(nn.Module):
     """A positional embedding called on arange: its output has no batch axis.
 
@@ -309,6 +325,7 @@ _FLOAT = {
     "raw": lambda: (Raw(), randn(5, 4)),
     "repeated": lambda: (Repeated(), randn(5, 4)),
     "recurrent": lambda: (Recurrent(), randn(4, 3, 3)),
+    "addmm": lambda: (SumAndProduct(), randn(4, 3, 3)),
 }
 _OTHER = {
     "transformer": lambda: (Transformer(nn.Embedding(7, 8)), tokens()),

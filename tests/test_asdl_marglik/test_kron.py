@@ -338,6 +338,46 @@ def test_the_log_determinant_depends_on_the_noise():
     torch.testing.assert_close(gradient, want)
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("prior", ["layerwise", "diagonal"])
+def test_sums_and_products_are_factorised_like_linear_layers(prior, setting):
+    """The maps of GPT-2 have their weights transposed; everything else is the same."""
+    product, x, y = by_name["addmm"].make()
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map, self.head = nn.Linear(3, 5), nn.Linear(5, C)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.map(x)).mean(1))
+
+    linear = Plain().double()
+    names = {"map.weight": "map", "map.bias": "shift"}
+    names |= {"head.weight": "head", "head.bias": "head_shift"}
+    values = []
+    with torch.no_grad():
+        for name, p in linear.named_parameters():
+            own = product.get_parameter(names[name])
+            p.copy_(own.mT if own.dim() == 2 else own)
+    for model, order in ((linear, {}), (product, {v: k for k, v in names.items()})):
+        own = GaussianPrior(model, prior)
+        with torch.no_grad():
+            for i, (name, w) in enumerate(
+                sorted(model.named_parameters(), key=lambda e: order.get(e[0], e[0]))
+            ):
+                theta = randn(w.numel() if prior == "diagonal" else 1, seed=i)
+                if prior == "diagonal" and w.dim() == 2 and order:
+                    theta = theta.reshape(w.shape[::-1]).mT.reshape(-1)
+                own.log_precision[own.groups[name]] = theta.squeeze()
+        ml = MarginalLikelihood(
+            model, "classification", n_data=len(y), prior=own, structure="kfac", kfac=setting
+        )
+        values.append(ml(x, y).total.detach())
+        assert all(rule in ("linear", "matmul") for rule in ml._plan.rules.values())
+    torch.testing.assert_close(*values, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_precision_per_weight_is_exact_in_kfac_where_sides_are_small(structure, monkeypatch):

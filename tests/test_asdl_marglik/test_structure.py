@@ -14,6 +14,7 @@ from asdl_marglik import CurvatureError, Structure, register_structure
 # weights that the library factorises although the naive reference does not know how (attention,
 # grouped convolutions)
 BEYOND_REFERENCE_KFAC = {
+    "addmm",
     "conv_zoo",
     "transformer",
     "transformer_time_first",

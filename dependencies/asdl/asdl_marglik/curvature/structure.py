@@ -134,7 +134,7 @@ def _kron(problem: Problem, name: str, size: int) -> Term:
         keep_inputs=problem.fast.factored_sides and observed < (1 if bias else size // len(weight)),
         keep_outputs=reduce and (problem.n_rows <= len(weight) or _keeps(problem, len(weight))),
         called_once=len(problem.plan.uses_of[name]) == 1,
-        transposed=problem.plan.rules[name] == "matmul",
+        transposed=problem.plan.rules[name] == "matmul" and not bias,
         by_moment=problem.fast.input_moments,
         double=problem.double,
     )

@@ -79,6 +79,30 @@ class MatrixProduct(Linear):
         return super().pull_rows(call, role, a, g, bar.mT, wanted)
 
 
+class SumAndProduct(MatrixProduct):
+    """y_t = b + a_t W, as `torch.addmm` and the linear maps of GPT-2 have it."""
+
+    def bind(self, func: Callable, args: tuple, kwargs: dict, touched: set[int]) -> Call | None:
+        arguments = named("input mat1 mat2", args, kwargs)
+        scaled = any(arguments.get(name, 1) != 1 for name in ("alpha", "beta"))
+        bias, a = arguments["input"], arguments["mat1"]
+        if scaled or bias.dim() != 1 or id(a) in touched:
+            return None
+        return Call(a, {"weight": arguments["mat2"], "bias": bias})
+
+    def rows(self, call: Call, role: str, a: Tensor | None, g: Tensor) -> Tensor:
+        if role == "bias":
+            return Linear.rows(self, call, role, a, g)
+        return super().rows(call, role, a, g)
+
+    def pull_rows(
+        self, call: Call, role: str, a: Tensor | None, g: Tensor, bar: Tensor, wanted: Wanted
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if role == "bias":
+            return Linear.pull_rows(self, call, role, a, g, bar, wanted)
+        return super().pull_rows(call, role, a, g, bar, wanted)
+
+
 def _with_positions(t: Tensor) -> Tensor:
     """[n, Q, ..., D] -> [n, Q, T, 1, D]: all axes in the middle are positions, or there is one."""
     t = t.flatten(2, -2) if t.dim() > 3 else t.unsqueeze(2)
@@ -86,4 +110,5 @@ def _with_positions(t: Tensor) -> Tensor:
 
 
 register(Linear(), F.linear)
+register(SumAndProduct(), torch.addmm, Tensor.addmm)
 register(MatrixProduct(), torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
