@@ -314,6 +314,15 @@ class Positions(nn.Module):
         return self.head(torch.tanh(h).mean(1))
 
 
+class PositionNumbers(Positions):
+    """The same for positions [1, T], as transformers have them: outputs [1, T, D] for all data."""
+
+    def forward(self, x):
+        numbers = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        h = self.embed(x) + self.mix(self.position(numbers))
+        return self.head(torch.tanh(h).mean(1))
+
+
 _FLOAT = {
     **{f.__name__: f for f in (mlp, mininet, conv_zoo, conv3d, fixup, batchnorm)},
     **{f.__name__: f for f in (frozen, segmentation, inplace)},
@@ -332,6 +341,7 @@ _OTHER = {
     "transformer_time_first": lambda: (Transformer(nn.Embedding(7, 8), False, True), tokens()),
     "tied_embedding": lambda: (TiedEmbedding(), tokens(5, 4, C)),
     "positions": lambda: (Positions(), tokens()),
+    "position_numbers": lambda: (PositionNumbers(), tokens()),
     "dict_input": lambda: (TwoInputs(), {"vector": randn(5, 4), "sequence": randn(5, 2, 3)}),
 }
 CASES = [

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from marginal_likelihoods import STRUCTURES, X, Y, close, marglik
+from marginal_likelihoods import STRUCTURES, X, Y, by_name, close, marglik
 from small_networks import filled, randn
 from torch import nn
 
+from asdl_marglik import make_plan, trainable
 from laplace_marglik import MarglikError
 
 every_structure = pytest.mark.parametrize("structure", STRUCTURES)
@@ -69,3 +70,31 @@ def test_values_do_not_depend_on_earlier_weights(structure, zero):
 def test_paths_that_change_within_a_block_are_refused():
     with pytest.raises(MarglikError, match=r"control flow.*separate blocks"):
         marglik(filled(Branches()), chunk=3)(torch.cat([X[:3].abs(), -X[3:].abs()]), Y)
+
+
+def test_positional_embeddings_need_no_pass_per_datum():
+    """Outputs [1, T, D] for all data are repeated, so that each datum has its own cotangent."""
+    model, x, _ = by_name["position_numbers"].make()
+    plan = make_plan(model, trainable(model), x)
+    assert not plan.persample and len(plan.repeated) == 2
+    model, x, _ = by_name["positions"].make()  # [T, D]: no axis to repeat along
+    assert make_plan(model, trainable(model), x).persample
+
+
+class NeedsOne(nn.Module):
+    """Uses the axis of length one of its positions in a way that repeating would break."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        p = self.position(torch.arange(4).unsqueeze(0))
+        return self.head(x + p.squeeze(0).mean(0) * len(p))
+
+
+def test_positions_that_cannot_be_repeated_are_left_to_single_data():
+    model = NeedsOne().double()
+    plan = make_plan(model, trainable(model), randn(3, 3))
+    assert plan.persample == {"position.weight"} and not plan.repeated

@@ -21,6 +21,7 @@ BEYOND_REFERENCE_KFAC = {
     "vit",
     "tied_embedding",
     "positions",
+    "position_numbers",
 }
 
 

@@ -125,7 +125,9 @@ class Chunk:
         tensors = tensors_of(self.x)
         before = versions(tensors)
         x = map_inputs(lambda t: t.flatten(0, 1), self.x)
-        with Recorder(self.plan.weights) as recorder:
+        plan = self.plan
+        batch = self.n * self.copies
+        with Recorder(plan.weights, repeated=plan.repeated, batch=batch) as recorder:
             outputs = self.plan.model(copied(x) if self.plan.writes_inputs else x)
         if versions(tensors) != before:
             raise CurvatureError(

@@ -33,6 +33,7 @@ class Plan:
         has_input: for each use, whether its rows depend on its input.
         rules: for each weight, the names of the rules behind its rows, as shown to users.
         persample: weights whose rows are computed datum by datum.
+        repeated: uses that compute the same for all data, whose outputs are repeated for each.
         piecewise_linear: whether the network is, in its inputs, on the two data points of the plan;
             every pass looks at its own graph.
         writes_inputs: whether the model changes its inputs in place.
@@ -54,6 +55,7 @@ class Plan:
     has_input: list[bool]
     rules: dict[str, str]
     persample: set[str] = field(default_factory=set)
+    repeated: frozenset[int] = frozenset()
     piecewise_linear: bool = False
     writes_inputs: bool = False
     provisional: bool = False

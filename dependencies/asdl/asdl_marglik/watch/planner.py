@@ -51,6 +51,16 @@ class _JointPass:
     bytes_per_input: int
 
 
+@dataclass
+class _ThreePasses:
+    """The pass of two data points together, and that of each alone."""
+
+    joint: _JointPass
+    alone: list[Recorder]
+    outputs_alone: Tensor  # [2, ...]
+    repeated: frozenset[int] = frozenset()
+
+
 def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> Plan:
     """How each weight of a model gets its Jacobian rows, checked on the first two data points.
 
@@ -63,13 +73,14 @@ def make_plan(model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs) -> 
     check_hooks(model)
     _refuse_batch_statistics(model)
     pair = _two_points(x)
-    joint = _together(model, weights, pair)
-    alone = [_alone(model, weights, taken(pair, slice(i, i + 1))) for i in range(2)]
+    passes = _three_passes(model, weights, pair)
     check_weights(model)
     check_inputs(pair)
-    outputs_alone = torch.cat([outputs for _, outputs in alone])
-    _refuse_mixing(model, pair, joint.outputs, outputs_alone)
-    plan = _candidate(model, weights, joint, [recorder for recorder, _ in alone])
+    _refuse_mixing(model, pair, passes.joint.outputs, passes.outputs_alone)
+    repeated = _uses_without_batch(passes)
+    if repeated:
+        passes = _with_repeated(model, weights, pair, passes, repeated)
+    plan = _candidate(model, weights, passes)
     _verify_rows(plan, pair)
     plan.piecewise_linear = _is_piecewise_linear(plan, pair)
     # with two equal data points nothing tells batch and positions apart
@@ -117,7 +128,63 @@ def _two_points(x: Inputs) -> Inputs:
     return map_inputs(lambda t: torch.cat([t, t.flip(-1) if t.dim() > 1 else t]), x)
 
 
-def _together(model: nn.Module, weights: dict[str, nn.Parameter], pair: Inputs) -> _JointPass:
+def _three_passes(
+    model: nn.Module,
+    weights: dict[str, nn.Parameter],
+    pair: Inputs,
+    repeated: frozenset[int] = frozenset(),
+) -> _ThreePasses:
+    """The passes that a plan is made of; repeated: as of a `Recorder`."""
+    joint = _together(model, weights, pair, repeated)
+    alone = [_alone(model, weights, taken(pair, slice(i, i + 1)), repeated) for i in range(2)]
+    outputs = torch.cat([outputs for _, outputs in alone])
+    return _ThreePasses(joint, [recorder for recorder, _ in alone], outputs, repeated)
+
+
+def _uses_without_batch(passes: _ThreePasses) -> frozenset[int]:
+    """Uses that compute the same [1, ...] for all data, as positional embeddings do."""
+    joint, (first, second) = passes.joint.recorder, passes.alone
+    if any(signature_of(single) != signature_of(joint) for single in passes.alone):
+        return frozenset()
+    found = set()
+    for index, uses in enumerate(zip(joint.uses, first.uses, second.uses, strict=True)):
+        outputs = [use.output for use in uses]
+        if (
+            all(t is not None and t.dim() > 1 and len(t) == 1 for t in outputs)
+            and all(
+                torch.equal(outputs[0], t)  # type: ignore[arg-type]
+                for t in outputs[1:]
+            )
+        ):
+            found.add(index)
+    return frozenset(found)
+
+
+def _with_repeated(
+    model: nn.Module,
+    weights: dict[str, nn.Parameter],
+    pair: Inputs,
+    plain_passes: _ThreePasses,
+    repeated: frozenset[int],
+) -> _ThreePasses:
+    """The passes with outputs repeated for all data; as they were, if that changes anything."""
+    try:
+        passes = _three_passes(model, weights, pair, repeated)
+    except (RuntimeError, ValueError, CurvatureError):  # the model needs the axis of length one
+        return plain_passes
+    outputs, before = passes.joint.outputs, plain_passes.joint.outputs
+    same = outputs.shape == before.shape and torch.allclose(
+        outputs, before, SAME, SAME * float(before.detach().abs().max())
+    )
+    return passes if same else plain_passes
+
+
+def _together(
+    model: nn.Module,
+    weights: dict[str, nn.Parameter],
+    pair: Inputs,
+    repeated: frozenset[int],
+) -> _JointPass:
     """The pass of the two data points in one batch."""
     inputs = copied(pair)
     before = versions(tensors_of(inputs))
@@ -133,7 +200,7 @@ def _together(model: nn.Module, weights: dict[str, nn.Parameter], pair: Inputs) 
     with (
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
-        Recorder(weights, keep_outputs=True) as recorder,
+        Recorder(weights, keep_outputs=True, repeated=repeated, batch=2) as recorder,
     ):
         outputs = model(inputs)
     activation_bytes = sum(saved_bytes.values()) - parameter_bytes
@@ -146,11 +213,12 @@ def _together(model: nn.Module, weights: dict[str, nn.Parameter], pair: Inputs) 
 
 
 def _alone(
-    model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs
+    model: nn.Module, weights: dict[str, nn.Parameter], x: Inputs, repeated: frozenset[int]
 ) -> tuple[Recorder, Tensor]:
     """The pass of a single datum, and its outputs."""
     try:
-        with torch.enable_grad(), Recorder(weights, keep_outputs=True) as recorder:
+        watch = Recorder(weights, keep_outputs=True, repeated=repeated, batch=1)
+        with torch.enable_grad(), watch as recorder:
             outputs = model(copied(x))
     except (RuntimeError, ValueError) as error:
         raise CurvatureError(
@@ -160,12 +228,11 @@ def _alone(
     return recorder, checked_outputs(outputs, 1).detach()
 
 
-def _candidate(
-    model: nn.Module, weights: dict[str, nn.Parameter], joint: _JointPass, alone: list[Recorder]
-) -> Plan:
+def _candidate(model: nn.Module, weights: dict[str, nn.Parameter], passes: _ThreePasses) -> Plan:
     """The plan as the recorded passes suggest it, before its rows are verified."""
+    joint = passes.joint
     uses = joint.recorder.uses
-    layouts = _layouts(joint.recorder, alone)
+    layouts = _layouts(joint.recorder, passes.alone)
     uses_of: dict[str, list[tuple[int, str]]] = {name: [] for name in weights}
     persample = joint.recorder.opaque | (weights.keys() - joint.recorder.seen)
     for index, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
@@ -195,6 +262,7 @@ def _candidate(
         has_input=[use.call.input is not None for use in uses],
         rules={name: " + ".join(_rules_of(uses, places)) for name, places in uses_of.items()},
         persample=persample,
+        repeated=passes.repeated,
         writes_inputs=joint.writes_inputs,
         bytes_per_input=joint.bytes_per_input,
         bytes_of_uses=_bytes_of(uses, joint.outputs.element_size()),

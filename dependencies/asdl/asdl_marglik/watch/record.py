@@ -9,7 +9,7 @@ and `nn.MultiheadAttention` alike, and leaves no hook behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -67,12 +67,25 @@ class Recorder(TwiceDifferentiable):
     Args:
         weights: the weights to watch, by name.
         keep_outputs: whether uses hold copies of their outputs (for the planner).
+        repeated: numbers of uses that compute the same for all data and whose outputs [1, ...]
+            (of positional embeddings) are repeated for each of them, so that each datum has a
+            cotangent of its own.
+        batch: inputs of the network, for the repeated outputs.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], *, keep_outputs: bool = False):
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        keep_outputs: bool = False,
+        repeated: Collection[int] = (),
+        batch: int = 0,
+    ):
         super().__init__()
         self._names = {id(tensor): name for name, tensor in weights.items()}
         self._keep_outputs = keep_outputs
+        self._repeated = repeated
+        self._batch = batch
         self.uses: list[Use] = []  # in order of execution
         self.opaque: set[str] = set()  # weights in calls that no rule understands
         self.seen: set[str] = set()  # weights in any call
@@ -99,8 +112,15 @@ class Recorder(TwiceDifferentiable):
         self.opaque.update(weights - set(names.values()))
         if names:
             assert rule is not None and call is not None
+            if len(self.uses) in self._repeated:
+                call = replace(call, input=self._for_all_data(call.input))
+                result = self._for_all_data(result)
             self.uses.append(self._use(rule, call, names, result))
         return result
+
+    def _for_all_data(self, t: Tensor | None) -> Tensor | None:
+        """[1, ...] -> [batch, ...], without a copy."""
+        return t if t is None or len(t) != 1 else t.expand(self._batch, *t.shape[1:])
 
     def _weights_in(self, call: Call | None) -> dict[str, str]:
         """The names of the watched weights in a call that a rule understands, by role."""

@@ -75,5 +75,5 @@ def logged(learner: EvidenceLearner, result: Round) -> dict[str, float]:
     for name in ml.likelihood.scale_parameters:
         parameter: torch.Tensor = getattr(ml.likelihood, name)
         if parameter.requires_grad:
-            values[f"likelihood/{name.removeprefix('log_')}"] = float(parameter.exp())
+            values[f"likelihood/{name.removeprefix('log_')}"] = parameter.detach().exp().item()
     return values
