@@ -23,9 +23,9 @@ from laplace_marglik.integrations.transformers import EvidenceCallback
 LENGTH, WORDS, TOPICS = 32, 1000, 4
 # of the learner, beside its defaults
 SETTINGS: dict[str, dict[str, Any]] = {
-    "defaults (500 rows, 10 blocks a round)": {},
-    "one block of 500 rows a round": {"steps_per_block": 10},
-    "one block of 200 rows a round": {"rows": 200, "steps_per_block": 10},
+    "defaults (one block of 200 rows a round)": {},
+    "one block of 500 rows a round": {"rows": 500},
+    "ten blocks of 200 rows a round": {"steps_per_block": 1},
 }
 
 
@@ -59,7 +59,7 @@ def epoch_seconds(n: int, width: int, epochs: int, settings: dict[str, Any] | No
     if settings is not None:
         prior = GaussianPrior(model, "layerwise", 1.0)
         ml = MarginalLikelihood(model, "classification", n_data=n, prior=prior)
-        rows = min(settings.get("rows", 500), n // 2)
+        rows = min(settings.get("rows", 200), n // 2)
         learner = EvidenceLearner(ml, data, **{**settings, "rows": rows})
         callbacks.append(EvidenceCallback(learner))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

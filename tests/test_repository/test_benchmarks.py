@@ -180,3 +180,11 @@ def test_every_study_of_learning_is_a_command_of_the_runner():
     for settings, by_name in conditioned.STUDIES.values():
         for flags in by_name.values():
             preflight.check_settings(parse([*settings.split(), *flags.split()]))
+
+
+def test_the_trainer_benchmark_runs(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    run("benchmarks/trainer.py", "--small", "--csv", tmp_path / "trainer.csv")
+    rows = read(tmp_path / "trainer.csv")
+    assert len(rows) == 3 and all(float(row["ratio"]) > 0 for row in rows)
