@@ -5,6 +5,15 @@ from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.structure import STRUCTURES, Structure, parts_of, register_structure
 from asdl_marglik.curvature.term import Settled, Term
 from asdl_marglik.errors import CurvatureError, PrecisionLost
+from asdl_marglik.functions import (
+    HasRoot,
+    ggn,
+    ggn_blocks,
+    ggn_diagonal,
+    jacobian_rows,
+    kfac_factors,
+    ntk,
+)
 from asdl_marglik.linalg import (
     Conditioning,
     eigen_root,
@@ -55,6 +64,7 @@ __all__ = [
     "CurvatureError",
     "FastPaths",
     "Groups",
+    "HasRoot",
     "Passes",
     "Plan",
     "PlanChanged",
@@ -79,12 +89,18 @@ __all__ = [
     "evaluating",
     "free_memory",
     "full_precision",
+    "ggn",
+    "ggn_blocks",
+    "ggn_diagonal",
     "hyperparameters_in",
+    "jacobian_rows",
+    "kfac_factors",
     "log_det_identity_plus",
     "make_plan",
     "map_inputs",
     "matches",
     "mixed_gram",
+    "ntk",
     "parts_of",
     "pivot_order",
     "psd_sqrt",
