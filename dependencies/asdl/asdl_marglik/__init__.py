@@ -23,6 +23,7 @@ from asdl_marglik.linalg import (
     psd_sqrt,
 )
 from asdl_marglik.passes.forward import Chunk
+from asdl_marglik.passes.graph import GraphChunk
 from asdl_marglik.passes.memory import Arrangement, Budget, free_memory
 from asdl_marglik.passes.root_rows import RootRows, Selection
 from asdl_marglik.passes.shortcuts import ALL, FastPaths
@@ -63,6 +64,7 @@ __all__ = [
     "Conditioning",
     "CurvatureError",
     "FastPaths",
+    "GraphChunk",
     "Groups",
     "HasRoot",
     "Passes",

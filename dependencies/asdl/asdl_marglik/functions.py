@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from asdl_marglik.curvature.problem import Granularity, Setting
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.linalg import psd_sqrt
-from asdl_marglik.passes.forward import Chunk, Differentiate
+from asdl_marglik.passes.forward import Chunk
+from asdl_marglik.passes.graph import GraphChunk
 from asdl_marglik.passes.memory import CHUNK_BYTES, LARGEST_CHUNK
 from asdl_marglik.passes.root_rows import Selection
 from asdl_marglik.watch.model import (
@@ -34,7 +35,7 @@ from asdl_marglik.watch.model import (
     tensors_of,
     trainable,
 )
-from asdl_marglik.watch.persample import averaged_output, gradients
+from asdl_marglik.watch.persample import gradients
 from asdl_marglik.watch.plan import Plan, PlanChanged
 from asdl_marglik.watch.planner import make_plan
 
@@ -333,13 +334,8 @@ def kfac_factors(
 
 def _chunk_factors(chunk: Chunk, name: str, U: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
     """Sums over a chunk [channel groups, D, D] and [channel groups, O, O]; A without its 1/n."""
-    patches, positions = [], []
-    for index, role in chunk.plan.uses_of[name]:
-        a = chunk.inputs[index]
-        if a is not None:
-            own = chunk.patches(index, role, a, "expand")
-            patches += [] if own is None else [own]
-        positions.append(chunk.positions(index, role, chunk.use_cotangents.whole[index], "expand"))
+    patches = [a for a in chunk.input_factors(name, "expand") if a is not None]
+    positions = chunk.output_factors(name, "expand")
     a = torch.cat(patches, 1) if patches else U.new_ones(chunk.n, 1, 1, 1)  # [n, T, groups, D]
     g = torch.einsum("nck,nctgo->nktgo", U.to(positions[0].dtype), torch.cat(positions, 2))
     if setting == "reduce":
@@ -491,10 +487,10 @@ class _Network:
     def _recorded(self, x: Inputs, selection: Selection) -> Chunk:
         """The pass of some data points."""
         copies = map_inputs(lambda t: (t if self._graph else t.detach()).unsqueeze(1), x)
-        differentiate: Differentiate = "always" if self._graph else "never"
         try:
             with torch.enable_grad():
-                chunk = Chunk(self.plan, copies, selection, differentiate=differentiate)
+                kind = GraphChunk if self._graph else Chunk
+                chunk = kind(self.plan, copies, selection)
         except PlanChanged:
             raise CurvatureError(
                 "the model uses its weights differently from one data point to the next "
@@ -510,45 +506,8 @@ class _Network:
 
     def rows_of(self, chunk: Chunk) -> dict[str, Tensor]:
         """Rows [n, K, numel] of each weight of one chunk."""
-        if self._graph:
-            rows = {name: _rows_with_graph(chunk, name) for name in _covered(self.plan)}
-            rows |= _persample_with_graph(chunk)
-        else:
-            rows = {name: chunk.rows(name) for name in self.plan.weights}
-        return {name: rows[name].reshape(chunk.n, chunk.k, -1) for name in self.plan.weights}
-
-
-def _covered(plan: Plan) -> list[str]:
-    """Weights whose rows come from rules."""
-    return [name for name in plan.weights if name not in plan.persample]
-
-
-def _rows_with_graph(chunk: Chunk, name: str) -> Tensor:
-    """Rows [n, K, *shape] of a weight, by the rules of its uses."""
-    by_use = []
-    for index, role in chunk.plan.uses_of[name]:
-        use = chunk.use(index)
-        g = chunk.use_cotangents.whole[index]
-        by_use.append(use.rule.rows(use.call, role, chunk.inputs[index], g))
-    return sum(by_use[1:], by_use[0])
-
-
-def _persample_with_graph(chunk: Chunk) -> dict[str, Tensor]:
-    """Rows [n, K, *shape] of the weights that no rule covers, one backward pass for each row."""
-    plan = chunk.plan
-    weights = {name: plan.weights[name] for name in plan.weights if name in plan.persample}
-    if not weights:
-        return {}
-    parameters: list[Tensor] = [*weights.values()]
-    by_datum = []
-    with torch.enable_grad():
-        for i in range(chunk.n):
-            f = averaged_output(plan.model, {}, taken(chunk.x, i))
-            cotangents = chunk.output_cotangents[i]
-            rows = [gradients(f, parameters, u, create_graph=True) for u in cotangents]
-            by_datum.append([torch.stack(of_weight) for of_weight in zip(*rows, strict=True)])
-    stacked = [torch.stack(of_weight) for of_weight in zip(*by_datum, strict=True)]
-    return dict(zip(weights, stacked, strict=True))
+        shape = (chunk.n, chunk.k, -1)
+        return {name: chunk.rows(name).reshape(shape) for name in self.plan.weights}
 
 
 def _weights(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Parameter]:

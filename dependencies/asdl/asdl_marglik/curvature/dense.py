@@ -98,7 +98,7 @@ class _SumOverRows(Term):
         rows = rows.double() if self.double else rows
         return self.reduce(mix(rows, None if mixing is None else mixing.to(rows.dtype)))
 
-    def _sum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+    def summed(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         """The sum over all data, in float64."""
         statistic = statistics[0].to(torch.float64)
         return self.reduce(mix(statistic, mixing)) if self.keep else statistic
@@ -135,7 +135,7 @@ class _SumOverRows(Term):
         return self.settled(statistics, mixing)(scale, log_precision)
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        total = self._sum(statistics, mixing)
+        total = self.summed(statistics, mixing)
         coarse = not self.keep and is_coarse(statistics[0])
         return lambda scale, log_precision: self.log_det(total, scale, log_precision, coarse=coarse)
 
@@ -196,7 +196,7 @@ class Dense(_SumOverRows):
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         dtype = torch.float64 if self.keep else statistics[0].dtype
-        return resolved(eigenvalues(self._sum(statistics, mixing)), precision_of_sums(dtype))
+        return resolved(eigenvalues(self.summed(statistics, mixing)), precision_of_sums(dtype))
 
 
 class Diagonal(_SumOverRows):
@@ -217,4 +217,4 @@ class Diagonal(_SumOverRows):
         return torch.log1p(scale * total * inverse).sum()
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        return self._sum(statistics, mixing).clamp_min(0)
+        return self.summed(statistics, mixing).clamp_min(0)

@@ -203,7 +203,7 @@ class Kron(Term):
         return self.settled(statistics, mixing)(scale, log_precision)
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        factors = self._factors(statistics, mixing)
+        factors = self.factors(statistics, mixing)
         if isinstance(self.group, int):
             alpha, beta = self._spectrum(factors[0], 0), self._spectrum(factors[1], 1)
             return lambda scale, theta: _log_det(alpha, beta, scale * torch.exp(-theta[self.group]))
@@ -212,16 +212,16 @@ class Kron(Term):
                 kind == "sum" and is_coarse(s)
                 for kind, s in zip(self.kinds, statistics, strict=True)
             )
-            product = self._product(*factors)
+            product = self.product(*factors)
             return lambda scale, theta: self._exact_log_det(product, scale, theta, coarse)
         return lambda scale, theta: self._projected_log_det(factors, scale, theta)
 
-    def _table(self, log_precision: Tensor, o: int, d: int) -> Tensor:
+    def log_precisions(self, log_precision: Tensor, o: int, d: int) -> Tensor:
         """The log precision of each weight [groups, O, D]."""
         theta = log_precision[self.group]
         return theta.reshape(-1, d, o).mT if self.transposed else theta.reshape(-1, o, d)
 
-    def _product(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+    def product(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """B (x) A [groups, O, D, O, D] in float64."""
         moments = [
             torch.einsum("ngi,ngj->gij", f.double(), f.double()) if kind == "rows" else f.double()
@@ -234,28 +234,38 @@ class Kron(Term):
     ) -> Tensor:
         """log|I + P0^-1 (B (x) A)| as it is."""
         groups, o, d = product.shape[:3]
-        root = torch.exp(-self._table(log_precision, o, d) / 2).reshape(groups, o * d)
+        root = torch.exp(-self.log_precisions(log_precision, o, d) / 2).reshape(groups, o * d)
         matrix = scale * root[:, :, None] * product.reshape(groups, o * d, o * d) * root[:, None, :]
         return log_det_identity_plus(matrix, coarse=coarse).sum()
+
+    def effects(self, log_precision: Tensor, o: int, d: int) -> tuple[Tensor, Tensor]:
+        """Row effect [groups, O] and column effect [groups, D] of the log precision of a weight.
+
+        Args:
+            log_precision: of the prior's groups.
+            o: outputs O.
+            d: inputs D.
+        """
+        table = self.log_precisions(log_precision, o, d)
+        column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
+        return table.mean(2), column_effect
 
     def _projected_log_det(
         self, factors: tuple[Tensor, Tensor], scale: Tensor, log_precision: Tensor
     ) -> Tensor:
         """The same with row and column effects of the log precision."""
         inputs, outputs = factors
-        table = self._table(log_precision, outputs.shape[-1], inputs.shape[-1])
-        row_effect = table.mean(2)
-        column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
+        row_effect, column_effect = self.effects(log_precision, outputs.shape[-1], inputs.shape[-1])
         alpha = self._spectrum(inputs, 0, column_effect)
         beta = self._spectrum(outputs, 1, row_effect)
         return _log_det(alpha, beta, scale)
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        inputs, outputs = self._factors(statistics, mixing)
+        inputs, outputs = self.factors(statistics, mixing)
         alpha, beta = self._spectrum(inputs, 0).values, self._spectrum(outputs, 1).values
         return (beta[:, :, None] * alpha[:, None, :]).flatten()
 
-    def _factors(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
+    def factors(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both factors, or their root rows [N, groups, D]."""
         inputs, outputs = statistics
         if self.kinds[1] == "rows":

@@ -1,0 +1,121 @@
+"""The covariance of some weights under a posterior, and of outputs that are linear in them.
+
+A covariance is given by features of Jacobian rows J, with signs:
+
+    J Sigma J^T = sum_i sign_i F_i F_i^T,   F_i = features of the rows [n, C, q_i]
+
+so that a form of Sigma says its features and how it is sampled. Features come one weight after
+the other: rows of all weights are never in memory together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from asdl_marglik import Chunk
+
+Features = Iterator[tuple[float, Tensor]]  # signs, and features [n, C, q]
+Shapes = Mapping[str, Sequence[int]]
+FORMS: dict[str, type[Covariance]] = {}  # by the name under which a state keeps them
+
+
+class Covariance(ABC):
+    """Sigma of some weights; a dataclass of plain numbers, names and tensors.
+
+    Attributes:
+        form: name of the form in a state.
+        shapes: of its weights by name.
+    """
+
+    form: ClassVar[str]
+    shapes: Shapes
+
+    def __init_subclass__(cls) -> None:
+        FORMS[cls.form] = cls
+
+    @abstractmethod
+    def features(self, chunk: Chunk) -> Features:
+        """Signed features of the Jacobian rows of a chunk, one weight after the other."""
+
+    @abstractmethod
+    def sample(self, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Deviations [k, *shape] of each weight, in float64.
+
+        Args:
+            k: number of samples.
+            generator: source of the noise.
+        """
+
+    @abstractmethod
+    def bytes_per_output(self) -> int:
+        """Bytes of the largest features of one output of one datum."""
+
+    def of_outputs(self, chunk: Chunk) -> Tensor:
+        """Covariance [n, C, C] of the outputs of each datum, in float64."""
+        total = chunk.f.new_zeros(chunk.n, chunk.k, chunk.k, dtype=torch.float64)
+        for sign, F in self.features(chunk):
+            total = total + sign * (F @ F.mT).double()
+        return total
+
+    def of_all_outputs(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Covariance [n C, n C] of the outputs of all data of some chunks, in float64."""
+        size = sum(chunk.n * chunk.k for chunk in chunks)
+        total = chunks[0].f.new_zeros(size, size, dtype=torch.float64)
+        for by_chunk in zip(*map(self.features, chunks), strict=True):
+            F = torch.cat([features.flatten(0, 1) for _, features in by_chunk]).double()
+            total = total + by_chunk[0][0] * (F @ F.mT)
+        return total
+
+    def state(self) -> dict[str, Any]:
+        """Everything it is made of, as plain tensors, numbers and names."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        plain = {n: [*v] if isinstance(v, tuple) else v for n, v in values.items()}
+        plain["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
+        return {"form": self.form, **plain}
+
+
+def from_state(state: Mapping[str, Any], device: torch.device) -> Covariance:
+    """The covariance that a state is of.
+
+    Args:
+        state: from `Covariance.state`.
+        device: where its tensors go.
+    """
+    values = {name: _placed(value, device) for name, value in state.items() if name != "form"}
+    return FORMS[state["form"]](**values)
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """Tensors, alone or in a list, on a device."""
+    if isinstance(value, list):
+        return tuple(t.to(device) for t in value)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def rows_of(chunk: Chunk, name: str) -> Tensor:
+    """Jacobian rows [n, C, numel] of a weight."""
+    return chunk.rows(name).reshape(chunk.n, chunk.k, -1)
+
+
+def normal(k: int, size: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal noise [k, size] in float64, drawn where the generator is."""
+    noise = torch.randn(k, size, generator=generator, dtype=torch.float64, device=generator.device)
+    return noise.to(like.device)
+
+
+def by_weight(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """Samples [k, P] as tensors [k, *shape] by name."""
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    parts = zip(shapes.items(), flat.split(sizes, 1), strict=True)
+    return {name: part.reshape(len(flat), *shape) for (name, shape), part in parts}
+
+
+def sizes_of(shapes: Shapes) -> dict[str, int]:
+    """Numbers in each weight."""
+    return {name: torch.Size(shape).numel() for name, shape in shapes.items()}
