@@ -125,7 +125,7 @@ class Kron(Term):
         """Observation of the input factor; uses of the weight are further shared positions."""
         given = [p for p in patches if p is not None]
         # [n, T, groups, D]
-        rows = like.new_ones(len(like), 1, 1, 1) if self.bias else torch.cat(given, 1)
+        rows = like.new_ones(len(like), 1, 1, 1) if self.bias else _joined(given)
         if self.setting == "reduce":
             rows = rows.mean(1, keepdim=True)
         rows = rows / (self.n_data * rows.shape[1]) ** 0.5
@@ -136,7 +136,8 @@ class Kron(Term):
 
     def _outputs(self, positions: list[Tensor], mixing: Tensor | None) -> Tensor:
         """Observation of the output factor."""
-        rows = torch.cat(positions, 2)  # [n, K, T, groups, O]
+        # [n, K, T, groups, O]; of a single use no copy is made
+        rows = positions[0] if len(positions) == 1 else torch.cat(positions, 2)
         if self.setting == "reduce":
             rows = rows.sum(2, keepdim=True)
         return rows if self.kinds[1] == "rows" else self._moment(mix(rows, mixing).flatten(0, 2))
@@ -150,7 +151,12 @@ class Kron(Term):
             inputs = moment / (self.n_data * chunk.n_positions(name))
         else:
             inputs = self._inputs(chunk.input_factors(name, self.form), chunk.f)
-        return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.mixing)]
+        if self.kinds[1] == "rows":
+            return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.mixing)]
+        outputs = chunk.output_moment(
+            name, self.form, lambda positions: self._outputs(positions, chunk.mixing)
+        )
+        return [inputs, outputs]
 
     def pull(
         self,
@@ -289,6 +295,11 @@ class Kron(Term):
             known,
             torch.where(known > 0, 0.0, values.abs()).detach() if dtype != torch.float64 else None,
         )
+
+
+def _joined(patches: list[Tensor]) -> Tensor:
+    """Patches [n, T, groups, D] of all uses; of a single one no copy is made."""
+    return patches[0] if len(patches) == 1 else torch.cat(patches, 1)
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,12 @@ from asdl_marglik import (
 from asdl_marglik.curvature.dense import Dense, Diagonal
 from asdl_marglik.curvature.kernel.gram import Gram
 from asdl_marglik.curvature.kron import EXACT_SIDE, Kron
-from asdl_marglik.curvature.term import inverse_precision, mix
+from asdl_marglik.curvature.term import inverse_precision
 from asdl_marglik.linalg import gram_in_double
+from asdl_marglik.watch.model import check_inputs
 from laplace_marglik import checks
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.evidence.rows import NoRows, cotangents_per_datum, rows_for
+from laplace_marglik.evidence.rows import NoRows, Rows, cotangents_per_datum, rows_for
 from laplace_marglik.likelihood import Likelihood
 from laplace_marglik.posterior.covariance import Covariance, Shapes
 from laplace_marglik.posterior.dense import DenseCovariance
@@ -168,7 +169,6 @@ class Curvature:
         plan: where the rows of each weight came from.
         parts: terms of the log-determinant.
         statistics: of each part.
-        mixing: of root rows, where these were kept; None for the identity.
         f: outputs [N, ...] in float64.
         y: targets.
         x: the first inputs, for their shapes and dtypes.
@@ -178,7 +178,6 @@ class Curvature:
     plan: Plan
     parts: list[Term]
     statistics: list[list[Tensor]]
-    mixing: Tensor | None
     f: Tensor
     y: Tensor
     x: Any
@@ -194,7 +193,7 @@ class Curvature:
         if self._settled is None:
             pairs = zip(self.parts, self.statistics, strict=True)
             with torch.no_grad():
-                self._settled = [part.settled(own, self.mixing) for part, own in pairs]
+                self._settled = [part.settled(own, None) for part, own in pairs]
         return torch.stack([s(scale, log_precision) for s in self._settled]).sum()
 
     def regrouped(self, groups: Groups) -> Curvature:
@@ -227,16 +226,16 @@ class Curvature:
         sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
         groups = self.setting.groups
         if isinstance(part, Kron):
-            return kron_covariance(part, own, self.mixing, shapes, scale, log_precision)
+            return kron_covariance(part, own, shapes, scale, log_precision)
         inverse = inverse_precision(log_precision, groups, sizes)
         if isinstance(part, RowSpace):
-            rows = _mixed(own[0], self.mixing, scale)
+            rows = scale.sqrt().to(own[0].dtype) * own[0].flatten(0, 1)
             return KernelCovariance.of_rows(shapes, rows, inverse.sqrt())
         if isinstance(part, Dense):
-            H = scale * part.summed(own, self.mixing)
+            H = scale * part.summed(own, None)
             return DenseCovariance.of_curvature(shapes, H, inverse.sqrt())
         assert isinstance(part, Diagonal)
-        h = scale * part.summed(own, self.mixing)
+        h = scale * part.summed(own, None)
         (shape,) = shapes.values()
         return Elementwise(shapes, (inverse / (1 + h * inverse)).reshape(shape))
 
@@ -244,7 +243,6 @@ class Curvature:
 def kron_covariance(
     part: Kron,
     statistics: list[Tensor],
-    mixing: Tensor | None,
     shapes: Shapes,
     scale: Tensor,
     log_precision: Tensor,
@@ -254,12 +252,11 @@ def kron_covariance(
     Args:
         part: of the weight.
         statistics: its factors.
-        mixing: of root rows.
         shapes: of the weight, by its name.
         scale: of the curvature.
         log_precision: of the prior's groups, in float64.
     """
-    A, B = part.factors(statistics, mixing)
+    A, B = part.factors(statistics, None)
     d, o = A.shape[-1], B.shape[-1]
     groups = B.shape[1] if part.kinds[1] == "rows" else len(B)
     log_inputs = log_precision.new_zeros(groups, d)
@@ -288,17 +285,6 @@ def _small(
     blocks = [block.reshape(o * d, o * d) for block in product]
     root = torch.exp(-log_precision[part.group] / 2)
     return DenseCovariance.of_curvature(shapes, scale * torch.block_diag(*blocks), root)
-
-
-def _mixed(rows: Tensor, mixing: Tensor | None, scale: Tensor) -> Tensor:
-    """Scaled root rows [n R, P] in the dtype of the rows [n, K, P], a few data at a time."""
-    root = scale.sqrt()
-    pieces = []
-    for start in range(0, len(rows), 64):
-        span = slice(start, start + 64)
-        own = None if mixing is None else mixing[span]
-        pieces.append((root * mix(rows[span].double(), own)).to(rows.dtype))
-    return torch.cat(pieces).flatten(0, 1)
 
 
 # ------------------------------------------------------------------------------------------- fit
@@ -365,19 +351,46 @@ def _fitted(
     example = map_inputs(lambda t: t[:1], x)
     if setting.inducing is not None:
         return _induced(setting, plan, example, batches, now)
-    rows = rows_for(setting.likelihood, plan.output_shape, "eigen", plan.output_shape.numel())
+    rows = RowsOfRoot.of(setting.likelihood, plan.output_shape)
     problem = _problem(setting, plan, rows, n_data, example, double=double)
     passes = _passes(setting, plan, rows, problem, _terms(setting.structure, problem), batches)
     f, statistics = _first(passes)
-    mixing = rows.mixing(f, *passes.rows_of_data) if _needs_mixing(passes.parts) else None
     f = f.double().reshape(-1, *plan.output_shape)
     y = passes.rows_of_data[0]
-    return Curvature(setting, plan, passes.parts, statistics, mixing, f, y, example)
+    return Curvature(setting, plan, passes.parts, statistics, f, y, example)
 
 
-def _needs_mixing(parts: list[Term]) -> bool:
-    """Whether a part has kept rows, which are mixed afterwards."""
-    return any("rows" in kinds for part in parts for kinds in part.pieces)
+@dataclass(frozen=True)
+class RowsOfRoot:
+    """All rows of a root of the likelihood's curvature, mixed before the backward passes.
+
+    Nothing is differentiated in what the root depends on, so that mixing cotangents [n, K, C]
+    serves, which are smaller than what is made of them.
+
+    Args:
+        rows: in the form of fewest cotangents.
+    """
+
+    rows: Rows
+    cotangents_follow_outputs = True
+
+    @staticmethod
+    def of(likelihood: Likelihood, shape: torch.Size) -> RowsOfRoot:
+        """All rows of a likelihood for outputs of a shape."""
+        return RowsOfRoot(rows_for(likelihood, shape, "eigen", shape.numel()))
+
+    def count(self, shape: torch.Size) -> int:
+        """Rows of each datum."""
+        return cotangents_per_datum(self.rows, shape.numel())
+
+    @torch.no_grad()
+    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        u = self.rows.cotangents(f, y, columns)
+        mixing = self.rows.mixing(f, y, columns)
+        return u if mixing is None else mixing.mT.to(u.dtype) @ u
+
+    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return None
 
 
 def _first(passes: Passes) -> tuple[Tensor, list[list[Tensor]]]:
@@ -388,14 +401,13 @@ def _first(passes: Passes) -> tuple[Tensor, list[list[Tensor]]]:
 
 
 def _problem(
-    setting: Setting, plan: Plan, rows: Any, n: int, x: Any, *, double: bool = False
+    setting: Setting, plan: Plan, rows: RowsOfRoot, n: int, x: Any, *, double: bool = False
 ) -> Problem:
-    k = plan.output_shape.numel()
     return Problem(
         plan,
         setting.groups,
         n_data=n,
-        rows_per_datum=cotangents_per_datum(rows, k),
+        rows_per_datum=rows.count(plan.output_shape),
         copies=setting.copies(x),
         setting=setting.kfac,
         granularity=setting.blocks,
@@ -471,6 +483,7 @@ def _checked(
         x = setting.placed(x)
         if any(len(t) != len(y) for t in tensors_of(x)):
             raise MarglikError("expected as many inputs as targets in every batch of the loader")
+        check_inputs(x, count)  # now: the loader may not give them again
         count += len(y)
         yield x, y, torch.arange(c, device=y.device).expand(len(y), -1)
     if count != n_data:
@@ -491,8 +504,8 @@ def _induced(
 ) -> Curvature:
     """The curvature of some root rows: chosen greedily among those of data drawn at random."""
     assert setting.n_data is not None and setting.inducing is not None
-    rows = rows_for(setting.likelihood, plan.output_shape, "eigen", plan.output_shape.numel())
-    per_datum = cotangents_per_datum(rows, plan.output_shape.numel())
+    rows = RowsOfRoot.of(setting.likelihood, plan.output_shape)
+    per_datum = rows.count(plan.output_shape)
     count = min(setting.n_data, -(-CANDIDATES * setting.inducing // per_datum))
     generator = torch.Generator().manual_seed(setting.seed)
     chosen = torch.randperm(setting.n_data, generator=generator)[:count]
@@ -511,14 +524,14 @@ def _induced(
     sizes = problem.sizes
     part = RowSpace(sizes, setting.groups, keep=True)
     passes = _passes(setting, plan, rows, problem, [part], held)
-    f_chosen, ((kept,),) = _first(passes)
-    V = _mixed(kept, rows.mixing(f_chosen, *passes.rows_of_data), torch.ones_like(now[0]))
+    _, ((kept,),) = _first(passes)
+    V = kept.flatten(0, 1)
     identity_plus = now[0] * gram_in_double(V, inverse_precision(now[1], setting.groups, sizes))
     identity_plus.diagonal().add_(1)
     best = pivot_order(identity_plus, min(setting.inducing, len(V)))
     f = f.double().reshape(-1, *plan.output_shape)
     y = outputs.rows_of_data[0]
-    return Curvature(setting, plan, [part], [[V[best].unsqueeze(1)]], None, f, y, example)
+    return Curvature(setting, plan, [part], [[V[best].unsqueeze(1)]], f, y, example)
 
 
 def _taking(

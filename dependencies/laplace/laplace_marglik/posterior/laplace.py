@@ -349,10 +349,16 @@ class LaplacePosterior:
         like = next(iter(self.setting.weights.values()))
         flat = map_inputs(lambda t: t.flatten(0, 1), copies)
         with seeded(self.setting.seed, self.setting.device):
-            linear = Linearised(self.setting.model, layout)
+            linear = Linearised(self.setting.model, layout, self._draws_at_once(n * a, k))
             f, pushed = linear.jvp(flat, self._draws[:k].to(like.dtype))
         f = f.unflatten(0, (n, a)).mean(1).double()
         return f + pushed.unflatten(1, (n, a)).mean(2).double()
+
+    def _draws_at_once(self, inputs: int, k: int) -> int:
+        """Samples pushed through the network together: their activations stay small."""
+        assert self._plan is not None
+        of_one = 2 * inputs * self._plan.bytes_per_input
+        return int(min(max(1, CHUNK_BYTES // of_one), k))
 
     # --------------------------------------------------------------------------------- predictions
 
