@@ -12,17 +12,102 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, ClassVar
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from asdl_marglik import Chunk
+from asdl_marglik.passes.forward import Form
 
 Features = Iterator[tuple[float, Tensor]]  # signs, and features [n, C, q]
 Shapes = Mapping[str, Sequence[int]]
 FORMS: dict[str, type[Covariance]] = {}  # by the name under which a state keeps them
+
+
+class Factored(Protocol):
+    """How the weights of a pass enter it: the part of a plan that covariances look at."""
+
+    @property
+    def kronecker(self) -> AbstractSet[str]:
+        """Weights whose rows have factors."""
+
+    @property
+    def positions(self) -> Mapping[str, int]:
+        """Shared positions of each of those."""
+
+    @property
+    def uses_of(self) -> Mapping[str, Sequence[tuple[int, str]]]:
+        """Uses of each weight, and its role in them."""
+
+    @property
+    def rules(self) -> Mapping[str, str]:
+        """The rule behind the rows of each weight."""
+
+
+class Rows(Protocol):
+    """Jacobian rows of the outputs of some inputs: a `Chunk`, or rows that were given."""
+
+    n: int
+    copies: int
+    f: Tensor
+
+    @property
+    def k(self) -> int:
+        """Outputs of each input."""
+
+    @property
+    def plan(self) -> Factored:
+        """How the weights enter."""
+
+    def rows(self, name: str) -> Tensor:
+        """Rows [n, C, *shape] of a weight."""
+
+    def input_factors(self, name: str, form: Form) -> list[Tensor | None]:
+        """Patches of every use of a weight with factors."""
+
+    def output_factors(self, name: str, form: Form) -> list[Tensor]:
+        """Positions of every use of a weight with factors."""
+
+
+@dataclass(frozen=True)
+class _Unfactored:
+    """No weight has factors."""
+
+    kronecker: AbstractSet[str] = frozenset()
+    positions: Mapping[str, int] = field(default_factory=dict)
+    uses_of: Mapping[str, Sequence[tuple[int, str]]] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
+
+
+class GivenRows:
+    """Rows from Jacobians [n, C, P].
+
+    Args:
+        J: the Jacobians.
+        shapes: of the weights by name, in their order.
+    """
+
+    def __init__(self, J: Tensor, shapes: Shapes):
+        self.n, self.k = J.shape[:2]
+        self.copies = 1
+        self.f = J[:, :, 0]
+        self.plan: Factored = _Unfactored()
+        parts = J.split(list(sizes_of(shapes).values()), 2)
+        self._rows = dict(zip(shapes, parts, strict=True))
+
+    def rows(self, name: str) -> Tensor:
+        """Rows [n, C, numel] of a weight."""
+        return self._rows[name]
+
+    def input_factors(self, name: str, form: Form) -> list[Tensor | None]:
+        """None: rows are all there is."""
+        return []
+
+    def output_factors(self, name: str, form: Form) -> list[Tensor]:
+        """None: rows are all there is."""
+        return []
 
 
 class Covariance(ABC):
@@ -40,7 +125,7 @@ class Covariance(ABC):
         FORMS[cls.form] = cls
 
     @abstractmethod
-    def features(self, chunk: Chunk) -> Features:
+    def features(self, chunk: Rows) -> Features:
         """Signed features of the Jacobian rows of a chunk, one weight after the other."""
 
     @abstractmethod
@@ -56,14 +141,14 @@ class Covariance(ABC):
     def bytes_per_output(self) -> int:
         """Bytes of the largest features of one output of one datum."""
 
-    def of_outputs(self, chunk: Chunk) -> Tensor:
+    def of_outputs(self, chunk: Rows) -> Tensor:
         """Covariance [n, C, C] of the outputs of each datum, in float64."""
         total = chunk.f.new_zeros(chunk.n, chunk.k, chunk.k, dtype=torch.float64)
         for sign, F in self.features(chunk):
             total = total + sign * (F @ F.mT).double()
         return total
 
-    def of_all_outputs(self, chunks: Sequence[Chunk]) -> Tensor:
+    def of_all_outputs(self, chunks: Sequence[Rows]) -> Tensor:
         """Covariance [n C, n C] of the outputs of all data of some chunks, in float64."""
         size = sum(chunk.n * chunk.k for chunk in chunks)
         total = chunks[0].f.new_zeros(size, size, dtype=torch.float64)
@@ -98,7 +183,7 @@ def _placed(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def rows_of(chunk: Chunk, name: str) -> Tensor:
+def rows_of(chunk: Rows, name: str) -> Tensor:
     """Jacobian rows [n, C, numel] of a weight."""
     return chunk.rows(name).reshape(chunk.n, chunk.k, -1)
 

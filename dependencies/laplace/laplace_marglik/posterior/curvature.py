@@ -7,7 +7,7 @@ that a posterior for other values of them costs no pass.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -171,7 +171,8 @@ class Curvature:
         statistics: of each part.
         f: outputs [N, ...] in float64.
         y: targets.
-        x: the first inputs, for their shapes and dtypes.
+        x: the first input, for its shape and dtype.
+        double: whether sums were made in float64.
     """
 
     setting: Setting
@@ -181,6 +182,7 @@ class Curvature:
     f: Tensor
     y: Tensor
     x: Any
+    double: bool = False
     _settled: list[Settled] | None = None
 
     def log_det_ratio(self, scale: Tensor, log_precision: Tensor) -> Tensor:
@@ -207,6 +209,37 @@ class Curvature:
         return replace(
             self, setting=replace(self.setting, groups=groups), parts=parts, _settled=None
         )
+
+    def state(self) -> dict[str, Any]:
+        """What it is made of besides the setting, as plain tensors."""
+        return {
+            "n_data": self.setting.n_data,
+            "statistics": self.statistics,
+            "f": self.f,
+            "y": self.y,
+            "x": self.x,
+            "double": self.double,
+        }
+
+    @staticmethod
+    def from_state(setting: Setting, state: Mapping[str, Any]) -> Curvature:
+        """The curvature that a state is of.
+
+        Args:
+            setting: what it is of: the same as when the state was made.
+            state: from `state`.
+        """
+        setting = replace(setting, n_data=state["n_data"])
+        x = setting.placed(state["x"])
+        plan = setting.planned(x)
+        rows = RowsOfRoot.of(setting.likelihood, plan.output_shape)
+        problem = _problem(setting, plan, rows, state["n_data"], x, double=state["double"])
+        parts = _terms(setting.structure, problem)
+        if setting.inducing is not None:
+            parts = [RowSpace(problem.sizes, setting.groups, keep=True)]
+        statistics = [[t.to(setting.device) for t in own] for own in state["statistics"]]
+        f, y = state["f"].to(setting.device), state["y"].to(setting.device)
+        return Curvature(setting, plan, parts, statistics, f, y, x, double=state["double"])
 
     @torch.no_grad()
     def covariances(self, scale: Tensor, log_precision: Tensor) -> list[Covariance]:
@@ -357,7 +390,7 @@ def _fitted(
     f, statistics = _first(passes)
     f = f.double().reshape(-1, *plan.output_shape)
     y = passes.rows_of_data[0]
-    return Curvature(setting, plan, passes.parts, statistics, f, y, example)
+    return Curvature(setting, plan, passes.parts, statistics, f, y, example, double)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asdl_marglik import Chunk
 from laplace_marglik.posterior.covariance import (
     Covariance,
     Features,
+    Rows,
     Shapes,
     by_weight,
     normal,
@@ -52,7 +52,7 @@ class DenseCovariance(Covariance):
     def bytes_per_output(self) -> int:
         return 3 * 8 * len(self.root)
 
-    def features(self, chunk: Chunk) -> Features:
+    def features(self, chunk: Rows) -> Features:
         rows = torch.cat([rows_of(chunk, name) for name in self.shapes], 2).double() * self.root
         flat = rows.flatten(0, 1)
         solved = torch.linalg.solve_triangular(self.factor, flat.mT, upper=False)

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asdl_marglik import Chunk
-from laplace_marglik.posterior.covariance import Covariance, Features, Shapes, normal, rows_of
+from laplace_marglik.posterior.covariance import (
+    Covariance,
+    Features,
+    Rows,
+    Shapes,
+    normal,
+    rows_of,
+)
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,11 @@ class Elementwise(Covariance):
     def bytes_per_output(self) -> int:
         return 2 * self.variance.numel() * 8
 
-    def features(self, chunk: Chunk) -> Features:
+    def features(self, chunk: Rows) -> Features:
         rows = rows_of(chunk, self.name)
         yield 1.0, rows * self.variance.flatten().sqrt().to(rows.dtype)
 
-    def of_outputs(self, chunk: Chunk) -> Tensor:
+    def of_outputs(self, chunk: Rows) -> Tensor:
         factors = single_position(chunk, self.name)
         if factors is None:
             return super().of_outputs(chunk)
@@ -55,7 +61,7 @@ class Elementwise(Covariance):
         return {self.name: deviations.reshape(k, *self.variance.shape)}
 
 
-def single_position(chunk: Chunk, name: str) -> tuple[Tensor, Tensor] | None:
+def single_position(chunk: Rows, name: str) -> tuple[Tensor, Tensor] | None:
     """Factors a [n, groups, D] and g [n, C, groups, O] of rows g a^T; None if there are several.
 
     Args:
@@ -63,8 +69,9 @@ def single_position(chunk: Chunk, name: str) -> tuple[Tensor, Tensor] | None:
         name: of the weight.
     """
     plan = chunk.plan
-    several = len(plan.uses_of[name]) != 1 or chunk.copies * plan.positions.get(name, 0) != 1
-    if name not in plan.kronecker or several or plan.uses_of[name][0][1] == "bias":
+    if name not in plan.kronecker or chunk.copies * plan.positions[name] != 1:
+        return None
+    if len(plan.uses_of[name]) != 1 or plan.uses_of[name][0][1] == "bias":
         return None
     (a,), (g,) = chunk.input_factors(name, "all"), chunk.output_factors(name, "all")
     if a is None or a.shape[1] != 1:

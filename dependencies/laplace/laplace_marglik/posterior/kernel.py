@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asdl_marglik import Chunk, Problem, Settled, log_det_identity_plus
+from asdl_marglik import Problem, Settled, log_det_identity_plus
 from asdl_marglik.curvature.dense import Dense
-from asdl_marglik.curvature.term import Memory
+from asdl_marglik.curvature.term import Memory, mix
 from asdl_marglik.linalg import gram_in_double
 from laplace_marglik.posterior.covariance import (
     Covariance,
     Features,
+    Rows,
     Shapes,
     by_weight,
     normal,
@@ -44,9 +45,27 @@ class RowSpace(Dense):
         )
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        return lambda scale, log_precision: log_det_identity_plus(
-            self.kernel(statistics, mixing, scale, log_precision)
-        )
+        """Kernels of the groups are made once, unless a group has a precision for each element."""
+        shared = {group for n in self.names if isinstance(group := self.groups[n], int)}
+        if any(not isinstance(self.groups[name], int) for name in self.names):
+            return lambda scale, log_precision: log_det_identity_plus(
+                self.kernel(statistics, mixing, scale, log_precision)
+            )
+        rows = mix(statistics[0], mixing).flatten(0, 1)
+        grams = {group: self._gram(rows, group) for group in shared}
+
+        def log_det(scale: Tensor, log_precision: Tensor) -> Tensor:
+            terms = [torch.exp(-log_precision[g]) * gram for g, gram in grams.items()]
+            return log_det_identity_plus(scale * sum(terms[1:], terms[0]))
+
+        return log_det
+
+    def _gram(self, rows: Tensor, group: int) -> Tensor:
+        """The kernel of the weights of one group, in float64."""
+        member = [self.groups[name] == group for name in self.names]
+        sizes = torch.tensor([self.sizes[name] for name in self.names])
+        mask = torch.tensor(member).repeat_interleave(sizes).to(rows.device)
+        return gram_in_double(rows[:, mask])
 
 
 @dataclass(frozen=True)
@@ -83,7 +102,7 @@ class KernelCovariance(Covariance):
         largest = max(sizes_of(self.shapes).values())
         return 8 * (3 * largest + 3 * len(self.factor))
 
-    def features(self, chunk: Chunk) -> Features:
+    def features(self, chunk: Rows) -> Features:
         cross = chunk.f.new_zeros(chunk.n, chunk.k, len(self.factor), dtype=torch.float64)
         start = 0
         for name, size in sizes_of(self.shapes).items():

@@ -22,8 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asdl_marglik import Chunk
-from laplace_marglik.posterior.covariance import Covariance, Features, Shapes, normal, rows_of
+from laplace_marglik.posterior.covariance import (
+    Covariance,
+    Features,
+    Rows,
+    Shapes,
+    normal,
+    rows_of,
+)
 from laplace_marglik.posterior.elementwise import of_factors, single_position
 
 # eigenvalues of kept rows below this part of the largest are rounding
@@ -112,7 +118,7 @@ class KronCovariance(Covariance):
         alpha, beta = (_padded(side) for side in self.sides)
         return 1 / (1 + beta.unsqueeze(2) * alpha.unsqueeze(1))
 
-    def of_outputs(self, chunk: Chunk) -> Tensor:
+    def of_outputs(self, chunk: Rows) -> Tensor:
         factors = self._bias_factors(chunk) if self.bias else single_position(chunk, self.name)
         if factors is None:
             return super().of_outputs(chunk)
@@ -121,13 +127,13 @@ class KronCovariance(Covariance):
         variance = self._variance().to(a.dtype)
         return of_factors(_coordinates(a, inputs), _coordinates(g, outputs), variance)
 
-    def _bias_factors(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def _bias_factors(self, chunk: Rows) -> tuple[Tensor, Tensor]:
         """A bias has inputs of one."""
         rows = rows_of(chunk, self.name)
         groups = len(self.outputs[0])
         return rows.new_ones(chunk.n, groups, 1), rows.unflatten(2, (groups, -1))
 
-    def features(self, chunk: Chunk) -> Features:
+    def features(self, chunk: Rows) -> Features:
         if self.bias:
             _, g = self._bias_factors(chunk)
             rotated = _coordinates(g, self.sides[1]).unsqueeze(4)
@@ -137,7 +143,7 @@ class KronCovariance(Covariance):
             rotated = self._rotated_rows(chunk)
         yield 1.0, (rotated * self._variance().sqrt().to(rotated.dtype)).flatten(2)
 
-    def _rotates_factors(self, chunk: Chunk) -> bool:
+    def _rotates_factors(self, chunk: Rows) -> bool:
         """Whether rotating inputs and cotangents at all positions costs less than rotating rows."""
         t = chunk.copies * chunk.plan.positions.get(self.name, 0)
         d, o = self.inputs[0].shape[1], self.outputs[0].shape[1]
@@ -145,7 +151,7 @@ class KronCovariance(Covariance):
             return False
         return t * (o * o + d * d / chunk.k) < o * d * (o + d)
 
-    def _rotated_factors(self, chunk: Chunk) -> Tensor:
+    def _rotated_factors(self, chunk: Rows) -> Tensor:
         """Rows in the coordinates of both sides [n, C, groups, O', D'], from rotated factors."""
         inputs, outputs = self.sides
         patches = [a for a in chunk.input_factors(self.name, "all") if a is not None]
@@ -156,7 +162,7 @@ class KronCovariance(Covariance):
         product = g.reshape(n, groups, c * o, t) @ a.transpose(1, 2)
         return product.reshape(n, groups, c, o, -1).transpose(1, 2)
 
-    def _rotated_rows(self, chunk: Chunk) -> Tensor:
+    def _rotated_rows(self, chunk: Rows) -> Tensor:
         """The same from the rows."""
         inputs, outputs = self.sides
         groups, o, d = len(inputs.basis), outputs.basis.shape[1], inputs.basis.shape[1]

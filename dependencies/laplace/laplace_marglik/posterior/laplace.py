@@ -41,7 +41,7 @@ from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.block import status_of
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.likelihood import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
-from laplace_marglik.posterior.covariance import Covariance, from_state
+from laplace_marglik.posterior.covariance import Covariance, GivenRows, from_state
 from laplace_marglik.posterior.curvature import Curvature, Loader, Setting, curvature_of
 from laplace_marglik.posterior.link import KINDS, Kind, bridge_of, samples_of
 from laplace_marglik.posterior.sampled.layout import Layout
@@ -60,12 +60,16 @@ class LaplacePosterior:
 
     Args:
         setting: model, weights, likelihood, structure and data.
-        prior: precisions and means of the weights; its values of the time of `fit` count.
+        prior: precisions and means of the weights; its values of the time of `fit` count. None for
+            a posterior that is settled from outside.
         generator: source of samples.
     """
 
     def __init__(
-        self, setting: Setting, prior: GaussianPrior, generator: torch.Generator | None = None
+        self,
+        setting: Setting,
+        prior: GaussianPrior | None,
+        generator: torch.Generator | None = None,
     ):
         likelihood = copy.deepcopy(setting.likelihood).requires_grad_(False)
         self.setting = replace(setting, likelihood=likelihood)
@@ -87,41 +91,47 @@ class LaplacePosterior:
         Args:
             loader: all training data in batches (x, y), in any order; read once.
         """
+        assert self._prior is not None
         self._prior.check_precision()
         self.likelihood.check_scales()
         log_precision = self._prior.log_precision.detach().double()
         with torch.no_grad():
             scale = self.likelihood.curvature_scale()
         curvature = curvature_of(self.setting, loader, scale, log_precision)
-        return self.settle(curvature, log_precision)
+        return self.settle(curvature, log_precision, self._prior.squares(self.setting.weights))
 
     @torch.no_grad()
-    def settle(self, curvature: Curvature, log_precision: Tensor) -> LaplacePosterior:
+    def settle(
+        self, curvature: Curvature, log_precision: Tensor, squares: Tensor
+    ) -> LaplacePosterior:
         """Take over a curvature, for the likelihood's present scale and some prior.
 
         Args:
             curvature: of the training data.
             log_precision: of the prior's groups, in float64.
+            squares: sums of (w - mean)^2 for each of them.
         """
         scale = self.likelihood.curvature_scale()
         self.curvature = curvature
         self._covariances = curvature.covariances(scale, log_precision)
-        self._evidence = self._evidence_of(curvature, scale, log_precision)
+        scatter = (log_precision.exp() * squares).sum()
+        self._evidence = self._evidence_of(curvature, scale, log_precision, scatter)
         self._plan = curvature.plan
         self._example = curvature.x
         self._checksum = self._sum_of_weights()
         self._draws = None
         return self
 
-    def _evidence_of(self, curvature: Curvature, scale: Tensor, log_precision: Tensor) -> Evidence:
-        squares = self._prior.squares(self.setting.weights)
+    def _evidence_of(
+        self, curvature: Curvature, scale: Tensor, log_precision: Tensor, scatter: Tensor
+    ) -> Evidence:
         structure = self.setting.structure
         n_data = len(curvature.y)
         log_prob = self.likelihood.tempered_log_prob(curvature.f, curvature.y)
         status = status_of(structure, True, everything=True)
         return Evidence(
             log_likelihood=log_prob.sum(),
-            scatter=(log_precision.exp() * squares).sum(),
+            scatter=scatter,
             log_det_ratio=curvature.log_det_ratio(scale, log_precision),
             n_blocks=1,
             status="approximation" if self.setting.inducing is not None else status,
@@ -202,6 +212,22 @@ class LaplacePosterior:
         assert self._plan is not None
         f = f if graph else f.detach()
         return f.double().reshape(-1, *self._plan.output_shape), total
+
+    def of_jacobians(self, J: Tensor, joint: bool = False) -> Tensor:
+        """The covariance of outputs with given Jacobians, [n, C, C] or with `joint` [n C, n C].
+
+        Args:
+            J: [n, C, P], weights in the order of `mean`.
+            joint: covariances between inputs, too.
+        """
+        covariances = self._fitted()
+        size = sum(w.numel() for w in self.setting.weights.values())
+        if J.dim() != 3 or J.shape[2] != size:
+            raise MarglikError(f"expected Jacobians [n, C, {size}], got {tuple(J.shape)}")
+        given = GivenRows(J, self.setting.shapes)
+        if joint:
+            return _sum([c.of_all_outputs([given]) for c in covariances])
+        return _sum([c.of_outputs(given) for c in covariances])
 
     def _checked(self, x: Any) -> Any:
         """Inputs where the model is, if they are like those of the training data."""
