@@ -409,6 +409,32 @@ def test_refused(make, message):
         make(network())
 
 
+def test_single_precision_and_batches_that_are_mappings():
+    class Keyed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network().float()
+
+        def forward(self, batch):
+            return self.net(batch["input_ids"])
+
+    x, y, loader = data("classification")
+    batches = [{"input_ids": a.float(), "labels": b} for a, b in loader]
+    keyed = Laplace(Keyed(), "classification", "all", "kron")
+    keyed.fit(batches)
+    want = Laplace(network(), "classification", "all", "kron")
+    want.fit(loader)
+    for precision in (1.0, 1e-7, 1e4):  # the second needs sums in float64
+        keyed.prior_precision = want.prior_precision = precision
+        got = keyed({"input_ids": x.float()})
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want(x), rtol=1e-3, atol=1e-4)
+        evidence = keyed.log_marginal_likelihood().double()
+        torch.testing.assert_close(evidence, want.log_marginal_likelihood(), rtol=1e-3, atol=1e-3)
+    with pytest.raises(MarglikError, match="does not run on these inputs"):
+        keyed({"labels": y})
+
+
 def test_bad_calls():
     x, _, loader = data("classification")
     la = KronLaplace(network(), "classification")

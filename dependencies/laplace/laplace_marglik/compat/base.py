@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from asdl_marglik import Budget, evaluating, map_inputs, trainable
+from asdl_marglik import Budget, PrecisionLost, evaluating, map_inputs, trainable
 from laplace_marglik import checks
 from laplace_marglik.compat.hyperparameters import (
     groups_for,
@@ -95,6 +95,8 @@ class ParametricLaplace(Tuning):
         self._augment = checks.as_module(augment)
         self._budget = memory_budget
         self._likelihood = _likelihood(likelihood)
+        self._loader: _Pairs | None = None
+        self._fit_at = self._like.detach()
         self._curvature: Curvature | None = None
         self._posterior: LaplacePosterior | None = None
         self._weights = self._chosen(trainable(model)) if self._known_weights() else None
@@ -203,16 +205,25 @@ class ParametricLaplace(Tuning):
                 "override=False, which adds to the curvature of an earlier fit, is not offered; "
                 "fit all data together"
             )
-        loader = _Pairs(train_loader, self.dict_key_y)
+        self._loader = _Pairs(train_loader, self.dict_key_y)
         if self._weights is None:
-            self._find_last_layer(loader)
-        data = getattr(train_loader, "dataset", None)
+            self._find_last_layer(self._loader)
+        self._fit_at = self.mean
+        self._take(self._curvature_of(self._loader, double=False))
+
+    def _curvature_of(self, loader: _Pairs, *, double: bool) -> Curvature:
+        data = getattr(loader.loader, "dataset", None)
         setting = self._setting(None if data is None else len(data))
-        theta = self._log_precision()
-        with torch.no_grad():
-            scale = self._scale()
-        curvature = curvature_of(setting, loader, scale, theta, double=True)
-        self._take(curvature)
+        return curvature_of(setting, loader, self._scale(), self._log_precision(), double=double)
+
+    def _fit_in_double(self) -> None:
+        """The same with sums in float64, which the prior of now needs."""
+        if self._loader is None or not torch.equal(self._fit_at, self.mean):
+            raise MarglikError(
+                "sums in single precision are too coarse for this prior, and data or weights of "
+                "the fit are not there any more; call fit(train_loader) again"
+            )
+        self._take(self._curvature_of(self._loader, double=True))
 
     def _take(self, curvature: Curvature) -> None:
         self._curvature = curvature
@@ -288,13 +299,19 @@ class ParametricLaplace(Tuning):
     def _native(self) -> LaplacePosterior:
         """The posterior of this library at the hyperparameters of now."""
         if self._posterior is None:
-            curvature = self._fitted()
-            setting = replace(curvature.setting, likelihood=self._scaled_likelihood())
-            squares = _by_group(self._deviation().square(), curvature.setting.groups, self._sizes)
-            posterior = LaplacePosterior(setting, None)
-            theta = self._log_precision().detach()
-            self._posterior = posterior.settle(curvature, theta, squares.detach())
+            try:
+                self._posterior = self._settled()
+            except PrecisionLost:
+                self._fit_in_double()
+                self._posterior = self._settled()
         return self._posterior
+
+    def _settled(self) -> LaplacePosterior:
+        curvature = self._fitted()
+        setting = replace(curvature.setting, likelihood=self._scaled_likelihood())
+        squares = _by_group(self._deviation().square(), curvature.setting.groups, self._sizes)
+        theta = self._log_precision().detach()
+        return LaplacePosterior(setting, None).settle(curvature, theta, squares.detach())
 
     def _deviation(self) -> Tensor:
         return self.mean.double() - self.prior_mean.double()
@@ -329,7 +346,11 @@ class ParametricLaplace(Tuning):
     @property
     def log_det_ratio(self) -> Tensor:
         """log|P| - log|P0|."""
-        ratio = self._fitted().log_det_ratio(self._scale(), self._log_precision())
+        try:
+            ratio = self._fitted().log_det_ratio(self._scale(), self._log_precision())
+        except PrecisionLost:
+            self._fit_in_double()
+            ratio = self._fitted().log_det_ratio(self._scale(), self._log_precision())
         return ratio.to(self._like)
 
     @property
@@ -570,6 +591,7 @@ class ParametricLaplace(Tuning):
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, state_dict[name])
         state = state_dict["curvature"]
+        self._loader = None
         self._take(Curvature.from_state(self._setting(state["n_data"]), state))
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

@@ -233,9 +233,12 @@ class LaplacePosterior:
         """Inputs where the model is, if they are like those of the training data."""
         x = self.setting.placed(x)
         found, known = _described(x), _described(self._example)
-        alike = [(name, dims, dtype) for name, dims, _, dtype in found] == [
-            (name, dims, dtype) for name, dims, _, dtype in known
+        expected = {name: (dims, dtype) for name, dims, _, dtype in known}
+        # a mapping may have fewer entries, as without its targets: the model says what it needs
+        present = [
+            (expected[name], (dims, dtype)) for name, dims, _, dtype in found if name in expected
         ]
+        alike = present and all(before == now for before, now in present)
         if not alike or any(not len(t) for t in tensors_of(x)):
             raise MarglikError(
                 f"expected inputs like those the posterior was fitted on, {_shown(known)}, and at "
@@ -285,7 +288,7 @@ class LaplacePosterior:
                         "(data-dependent control flow); predict such inputs one at a time"
                     ) from None
                 self._plan = self.setting.planned(map_inputs(lambda t: t[:, 0], copies))
-            except RuntimeError as error:
+            except (RuntimeError, KeyError) as error:
                 expected = _shown(_described(self._example))
                 raise MarglikError(
                     f"the model does not run on these inputs ({error}); expected inputs like "
