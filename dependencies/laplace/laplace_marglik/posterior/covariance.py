@@ -72,7 +72,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class _Unfactored:
+class Unfactored:
     """No weight has factors."""
 
     kronecker: AbstractSet[str] = frozenset()
@@ -93,7 +93,7 @@ class GivenRows:
         self.n, self.k = J.shape[:2]
         self.copies = 1
         self.f = J[:, :, 0]
-        self.plan: Factored = _Unfactored()
+        self.plan: Factored = Unfactored()
         parts = J.split(list(sizes_of(shapes).values()), 2)
         self._rows = dict(zip(shapes, parts, strict=True))
 
@@ -138,8 +138,13 @@ class Covariance(ABC):
         """
 
     @abstractmethod
-    def bytes_per_output(self) -> int:
-        """Bytes of the largest features of one output of one datum."""
+    def numbers_per_output(self, plan: Factored, copies: int) -> int:
+        """Numbers in memory for one output of one datum, where features are largest.
+
+        Args:
+            plan: how the weights enter.
+            copies: augmented copies of each input.
+        """
 
     def of_outputs(self, chunk: Rows) -> Tensor:
         """Covariance [n, C, C] of the outputs of each datum, in float64."""

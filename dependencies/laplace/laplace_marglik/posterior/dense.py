@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace_marglik.posterior.covariance import (
     Covariance,
+    Factored,
     Features,
     Rows,
     Shapes,
@@ -49,8 +50,8 @@ class DenseCovariance(Covariance):
         identity_plus.diagonal().add_(1)
         return DenseCovariance(shapes, root, torch.linalg.cholesky(identity_plus))
 
-    def bytes_per_output(self) -> int:
-        return 3 * 8 * len(self.root)
+    def numbers_per_output(self, plan: Factored, copies: int) -> int:
+        return 4 * len(self.root)
 
     def features(self, chunk: Rows) -> Features:
         rows = torch.cat([rows_of(chunk, name) for name in self.shapes], 2).double() * self.root

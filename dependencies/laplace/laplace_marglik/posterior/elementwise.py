@@ -13,6 +13,7 @@ from torch import Tensor
 
 from laplace_marglik.posterior.covariance import (
     Covariance,
+    Factored,
     Features,
     Rows,
     Shapes,
@@ -38,8 +39,9 @@ class Elementwise(Covariance):
     def name(self) -> str:
         return next(iter(self.shapes))
 
-    def bytes_per_output(self) -> int:
-        return 2 * self.variance.numel() * 8
+    def numbers_per_output(self, plan: Factored, copies: int) -> int:
+        size = self.variance.numel()
+        return len(self.variance) if has_single_position(plan, copies, self.name) else 3 * size
 
     def features(self, chunk: Rows) -> Features:
         rows = rows_of(chunk, self.name)
@@ -61,6 +63,19 @@ class Elementwise(Covariance):
         return {self.name: deviations.reshape(k, *self.variance.shape)}
 
 
+def has_single_position(plan: Factored, copies: int, name: str) -> bool:
+    """Whether rows of a weight are g a^T, for one use at one position.
+
+    Args:
+        plan: how the weights enter.
+        copies: augmented copies of each input.
+        name: of the weight.
+    """
+    if name not in plan.kronecker or copies * plan.positions[name] != 1:
+        return False
+    return len(plan.uses_of[name]) == 1 and plan.uses_of[name][0][1] != "bias"
+
+
 def single_position(chunk: Rows, name: str) -> tuple[Tensor, Tensor] | None:
     """Factors a [n, groups, D] and g [n, C, groups, O] of rows g a^T; None if there are several.
 
@@ -68,10 +83,7 @@ def single_position(chunk: Rows, name: str) -> tuple[Tensor, Tensor] | None:
         chunk: some data points.
         name: of the weight.
     """
-    plan = chunk.plan
-    if name not in plan.kronecker or chunk.copies * plan.positions[name] != 1:
-        return None
-    if len(plan.uses_of[name]) != 1 or plan.uses_of[name][0][1] == "bias":
+    if not has_single_position(chunk.plan, chunk.copies, name):
         return None
     (a,), (g,) = chunk.input_factors(name, "all"), chunk.output_factors(name, "all")
     if a is None or a.shape[1] != 1:

@@ -20,6 +20,7 @@ from asdl_marglik.curvature.term import Memory, mix
 from asdl_marglik.linalg import gram_in_double
 from laplace_marglik.posterior.covariance import (
     Covariance,
+    Factored,
     Features,
     Rows,
     Shapes,
@@ -98,9 +99,9 @@ class KernelCovariance(Covariance):
         identity_plus.diagonal().add_(1)
         return KernelCovariance(shapes, root, rows, torch.linalg.cholesky(identity_plus))
 
-    def bytes_per_output(self) -> int:
+    def numbers_per_output(self, plan: Factored, copies: int) -> int:
         largest = max(sizes_of(self.shapes).values())
-        return 8 * (3 * largest + 3 * len(self.factor))
+        return 4 * largest + 4 * len(self.factor)
 
     def features(self, chunk: Rows) -> Features:
         cross = chunk.f.new_zeros(chunk.n, chunk.k, len(self.factor), dtype=torch.float64)

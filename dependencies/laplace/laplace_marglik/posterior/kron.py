@@ -24,13 +24,18 @@ from torch import Tensor
 
 from laplace_marglik.posterior.covariance import (
     Covariance,
+    Factored,
     Features,
     Rows,
     Shapes,
     normal,
     rows_of,
 )
-from laplace_marglik.posterior.elementwise import of_factors, single_position
+from laplace_marglik.posterior.elementwise import (
+    has_single_position,
+    of_factors,
+    single_position,
+)
 
 # eigenvalues of kept rows below this part of the largest are rounding
 SMALLEST = 1e-12
@@ -110,8 +115,10 @@ class KronCovariance(Covariance):
     def _size(self) -> int:
         return torch.Size(self.shapes[self.name]).numel()
 
-    def bytes_per_output(self) -> int:
-        return 3 * 8 * self._size()
+    def numbers_per_output(self, plan: Factored, copies: int) -> int:
+        if has_single_position(plan, copies, self.name):
+            return 2 * (self.outputs[0].shape[1] + self.inputs[0].shape[1])
+        return 3 * self._size()
 
     def _variance(self) -> Tensor:
         """1 / (1 + beta alpha) of every pair of coordinates [groups, O', D']."""

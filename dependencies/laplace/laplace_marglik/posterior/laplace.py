@@ -41,7 +41,12 @@ from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.block import status_of
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.likelihood import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
-from laplace_marglik.posterior.covariance import Covariance, GivenRows, from_state
+from laplace_marglik.posterior.covariance import (
+    Covariance,
+    GivenRows,
+    Unfactored,
+    from_state,
+)
 from laplace_marglik.posterior.curvature import Curvature, Loader, Setting, curvature_of
 from laplace_marglik.posterior.link import KINDS, Kind, bridge_of, samples_of
 from laplace_marglik.posterior.sampled.layout import Layout
@@ -307,17 +312,25 @@ class LaplacePosterior:
         assert self._plan is not None
         c, a = self._plan.output_shape.numel(), tensors_of(copies)[0].shape[1]
         inputs, outputs = self._plan.bytes_of_uses
-        features = c * max(covariance.bytes_per_output() for covariance in covariances)
+        features = c * self._bytes_per_output(covariances, a)
         per_input = a * (self._plan.bytes_per_input + inputs + c * outputs) + features
         room = min(CHUNK_BYTES, self.setting.budget.allowed)
         size = self.setting.budget.chunk or int(min(max(1, room // per_input), LARGEST_CHUNK))
         return max(1, size // (a if self.setting.budget.chunk else 1))
 
+    def _bytes_per_output(self, covariances: Sequence[Covariance], copies: int) -> int:
+        """Bytes for one output of one input, beside the pass itself."""
+        assert self._plan is not None
+        element = next(iter(self.setting.weights.values())).element_size()
+        largest = max(c.numbers_per_output(self._plan, copies) for c in covariances)
+        return element * largest
+
     def _check_joint(self, n: int, covariances: Sequence[Covariance]) -> None:
         """Refuse covariances between more inputs than fit into the budget."""
         assert self._plan is not None
         c = self._plan.output_shape.numel()
-        features = max(covariance.bytes_per_output() for covariance in covariances)
+        unfactored = Unfactored()  # covariances between inputs are made of rows
+        features = 8 * max(c.numbers_per_output(unfactored, 1) for c in covariances)
         fixed = self._plan.bytes_per_input + sum(self._plan.bytes_of_uses) * c + c * features
         allowed = self.setting.budget.allowed
         needed = n * fixed + 3 * 8 * (n * c) ** 2
