@@ -293,6 +293,48 @@ def test_bad_arguments(posterior):
         regression.log_prob(x, y[:, :2])
 
 
+def test_more_bad_arguments(posterior):
+    with pytest.raises(MarglikError, match="samples must be a whole number"):
+        posterior.predict(X, kind="mc", samples=0)
+    with pytest.raises(MarglikError, match="expected 12 targets, one for each input"):
+        posterior.log_prob(X, Y[:3])
+    posterior.setting.model[0].requires_grad_(False)
+    with pytest.raises(MarglikError, match="frozen after the fit"):
+        posterior.predict(X)
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac", "ntk"])
+def test_a_network_that_is_sure(structure):
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight.mul_(500)
+    posterior = marglik(model, structure=structure).posterior([(X, Y)])
+    for kind in ("probit", "mc", "bridge"):
+        p = posterior.predict(10 * X, kind=kind)
+        torch.testing.assert_close(p.sum(1), torch.ones(12).double())
+    assert posterior.log_prob(10 * X, Y).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_an_operation_without_forward_mode():
+    class Sequence(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    x = randn(12, 6, 4).float()
+    posterior = marglik(Sequence()).posterior([(x, Y)])
+    f, covariance = posterior.functional(x)
+    outputs = posterior.sample_outputs(x, 2000)
+    error = (outputs - f).square().std(0) / 2000**0.5
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    assert (((outputs - f).square().mean(0) - variance).abs() < 4.5 * error).all()
+
+
 def test_data_that_do_not_fit():
     with pytest.raises(MarglikError, match="gave 7 data points in all, but n_data=12"):
         marglik().posterior([(X[:7], Y[:7])])

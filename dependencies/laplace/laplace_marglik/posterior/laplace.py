@@ -175,6 +175,11 @@ class LaplacePosterior:
                 "the posterior has not been fitted; call fit(loader) with the training data, or "
                 "load_state_dict"
             )
+        if not all(w.requires_grad for w in self.setting.weights.values()):
+            raise MarglikError(
+                "some of the weights that the posterior is of were frozen after the fit; unfreeze "
+                "them, or fit a posterior of the others"
+            )
         assert self._checksum is not None
         if not torch.equal(self._sum_of_weights(), self._checksum):
             raise MarglikError(
@@ -392,9 +397,28 @@ class LaplacePosterior:
         flat = map_inputs(lambda t: t.flatten(0, 1), copies)
         with seeded(self.setting.seed, self.setting.device):
             linear = Linearised(self.setting.model, layout, self._draws_at_once(n * a, k))
-            f, pushed = linear.jvp(flat, self._draws[:k].to(like.dtype))
+            try:
+                f, pushed = linear.jvp(flat, self._draws[:k].to(like.dtype))
+            except (NotImplementedError, RuntimeError):  # an operation without forward mode
+                return self._outputs_by_rows(x, self._draws[:k].to(like.dtype))
         f = f.unflatten(0, (n, a)).mean(1).double()
         return f + pushed.unflatten(1, (n, a)).mean(2).double()
+
+    def _outputs_by_rows(self, x: Any, draws: Tensor) -> Tensor:
+        """Outputs f + J z_j [k, n, ...] from the rows of J, for samples z [k, P]."""
+        covariances = self._fitted()
+        sizes = [w.numel() for w in self.setting.weights.values()]
+        parts = dict(zip(self.setting.weights, draws.split(sizes, 1), strict=True))
+        outputs = []
+        with torch.no_grad():
+            for chunk in self._chunks(x, covariances):
+                pushed = [
+                    torch.einsum("ncp,kp->knc", chunk.rows(name).reshape(chunk.n, chunk.k, -1), z)
+                    for name, z in parts.items()
+                ]
+                outputs.append(chunk.f.double() + _sum(pushed).double())
+        assert self._plan is not None
+        return torch.cat(outputs, 1).reshape(len(draws), -1, *self._plan.output_shape)
 
     def _draws_at_once(self, inputs: int, k: int) -> int:
         """Samples pushed through the network together: their activations stay small."""
@@ -428,6 +452,7 @@ class LaplacePosterior:
             kind = "probit" if _has_probit(self.likelihood) else "mc"
         if kind not in KINDS:
             raise MarglikError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        checks.positive_integer("samples", samples)
         f, covariance = self.functional(x)
         if kind == "mode":
             covariance = torch.zeros_like(covariance)
@@ -443,6 +468,14 @@ class LaplacePosterior:
             return bridge_of(self.likelihood, f, covariance)
         drawn = samples_of(f, covariance, samples, self._noise(generator))
         return monte_carlo(self.likelihood, drawn)
+
+    def _targets(self, x: Any, y: Tensor) -> Tensor:
+        """Targets where the model is, one for each input."""
+        y = checks.targets(y).to(self.setting.device)
+        n = len(tensors_of(x)[0])
+        if not y.dim() or len(y) != n:
+            raise MarglikError(f"expected {n} targets, one for each input, got {tuple(y.shape)}")
+        return y
 
     def _noise(self, generator: torch.Generator | None) -> torch.Generator:
         """The given source of noise, or a new one with the posterior's seed."""
@@ -468,7 +501,7 @@ class LaplacePosterior:
             samples: number of samples where there are any.
             generator: source of these samples.
         """
-        y = checks.targets(y).to(self.setting.device)
+        y = self._targets(x, y)
         likelihood = self.likelihood
         if isinstance(likelihood, Categorical):
             p = self.predict(x, kind, samples, generator)
@@ -494,7 +527,7 @@ class LaplacePosterior:
             samples: number of samples where there are any.
             generator: source of these samples.
         """
-        y = checks.targets(y).to(self.setting.device)
+        y = self._targets(x, y)
         if isinstance(self.likelihood, Gaussian):
             f, covariance = self.functional(x, joint=True)
             noise = self.likelihood.sigma.detach().square()

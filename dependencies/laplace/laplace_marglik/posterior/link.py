@@ -9,6 +9,7 @@ mode     the prediction of the network itself
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -45,9 +46,11 @@ def bridge(f: Tensor, covariance: Tensor, *, normalised: bool = False) -> Tensor
         size = variance.mean(1, keepdim=True) / (c / 2) ** 0.5
         f = f / size.sqrt()
         variance = variance / size
-    spread = torch.exp(torch.logsumexp(-f, 1, keepdim=True) + f) / c**2
-    alpha = (1 - 2 / c + spread) / variance
-    return alpha / alpha.sum(1, keepdim=True)
+    # in log space: logits of a network that is sure overflow
+    log_spread = torch.logsumexp(-f, 1, keepdim=True) + f - 2 * math.log(c)
+    constant = torch.full_like(f, 1 - 2 / c).log() if c > 2 else torch.full_like(f, -math.inf)
+    log_alpha = torch.logaddexp(constant, log_spread) - variance.log()
+    return log_alpha.softmax(1)
 
 
 def bridge_of(likelihood: Likelihood, f: Tensor, covariance: Tensor) -> Tensor:
