@@ -5,6 +5,15 @@ from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.structure import STRUCTURES, Structure, parts_of, register_structure
 from asdl_marglik.curvature.term import Settled, Term
 from asdl_marglik.errors import CurvatureError, PrecisionLost
+from asdl_marglik.functions import (
+    HasRoot,
+    ggn,
+    ggn_blocks,
+    ggn_diagonal,
+    jacobian_rows,
+    kfac_factors,
+    ntk,
+)
 from asdl_marglik.linalg import (
     Conditioning,
     eigen_root,
@@ -14,6 +23,7 @@ from asdl_marglik.linalg import (
     psd_sqrt,
 )
 from asdl_marglik.passes.forward import Chunk
+from asdl_marglik.passes.graph import GraphChunk
 from asdl_marglik.passes.memory import Arrangement, Budget, free_memory
 from asdl_marglik.passes.root_rows import RootRows, Selection
 from asdl_marglik.passes.shortcuts import ALL, FastPaths
@@ -55,7 +65,9 @@ __all__ = [
     "Conditioning",
     "CurvatureError",
     "FastPaths",
+    "GraphChunk",
     "Groups",
+    "HasRoot",
     "Network",
     "Passes",
     "Plan",
@@ -82,12 +94,18 @@ __all__ = [
     "evaluating",
     "free_memory",
     "full_precision",
+    "ggn",
+    "ggn_blocks",
+    "ggn_diagonal",
     "hyperparameters_in",
+    "jacobian_rows",
+    "kfac_factors",
     "log_det_identity_plus",
     "make_plan",
     "map_inputs",
     "matches",
     "mixed_gram",
+    "ntk",
     "parts_of",
     "pivot_order",
     "plain",

@@ -22,6 +22,7 @@ from laplace_marglik.likelihood import (
 from laplace_marglik.partition import Block, ClassPartition, Partition
 from laplace_marglik.posterior.clml import ConditionalScore, clml
 from laplace_marglik.posterior.diagonal import DiagonalLaplace
+from laplace_marglik.posterior.laplace import LaplacePosterior
 from laplace_marglik.posterior.sampled import SampledLaplace
 from laplace_marglik.prior import GaussianPrior
 from laplace_marglik.variational.covariance import LowRankCovariance
@@ -46,6 +47,7 @@ __all__ = [
     "GaussianPrior",
     "HeteroscedasticGaussian",
     "InducingPartition",
+    "LaplacePosterior",
     "Likelihood",
     "LowRankCovariance",
     "MarginalLikelihood",

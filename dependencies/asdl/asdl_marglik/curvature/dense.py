@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ class _SumOverRows(Term):
         rows = rows.double() if self.double else rows
         return self.reduce(mix(rows, None if mixing is None else mixing.to(rows.dtype)))
 
-    def _sum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
+    def summed(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         """The sum over all data, in float64."""
         statistic = statistics[0].to(torch.float64)
         return self.reduce(mix(statistic, mixing)) if self.keep else statistic
@@ -135,7 +136,7 @@ class _SumOverRows(Term):
         return self.settled(statistics, mixing)(scale, log_precision)
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        total = self._sum(statistics, mixing)
+        total = self.summed(statistics, mixing)
         coarse = not self.keep and is_coarse(statistics[0])
         return lambda scale, log_precision: self.log_det(total, scale, log_precision, coarse=coarse)
 
@@ -196,13 +197,89 @@ class Dense(_SumOverRows):
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
         dtype = torch.float64 if self.keep else statistics[0].dtype
-        return resolved(eigenvalues(self._sum(statistics, mixing)), precision_of_sums(dtype))
+        return resolved(eigenvalues(self.summed(statistics, mixing)), precision_of_sums(dtype))
 
 
 class Diagonal(_SumOverRows):
-    """Diagonal curvature: h = sum of squared root rows; sum log(1 + h / precision)."""
+    """Diagonal curvature: h = sum of squared root rows; sum log(1 + h / precision).
+
+    Rows g a^T of a linear map at a single position have squares (g^2)(a^2)^T, and no row is made.
+
+    Args:
+        sizes: numbers in each weight.
+        groups: of the prior.
+        keep: the rows of all data are kept.
+        double: sums in float64, whatever the rows are.
+        factored: its one weight has such rows.
+        transposed: and is stored [inputs, outputs].
+    """
 
     label = "diagonal"
+
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        groups: Groups,
+        *,
+        keep: bool = False,
+        double: bool = False,
+        factored: bool = False,
+        transposed: bool = False,
+    ):
+        super().__init__(sizes, groups, keep=keep, double=double)
+        self.factored = factored and not keep
+        self.transposed = transposed
+
+    def memory(self, problem: Problem) -> Memory:
+        memory = super().memory(problem)
+        if not self.factored:
+            return memory
+        longest = max(problem.plan.weights[self.names[0]].shape)
+        per_datum = 4 * problem.element * problem.rows_per_datum * longest
+        return replace(memory, per_datum=per_datum)
+
+    def observe(
+        self, chunk: Chunk, piece: int = 0, out: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        if not self.factored:
+            return super().observe(chunk, piece, out)
+        a, g = self._factors(chunk)
+        return [self._of_factors(a, g, chunk.mixing)]
+
+    def _factors(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Inputs [n, 1, groups, D] and output cotangents [n, K, 1, groups, O]."""
+        (a,) = chunk.input_factors(self.names[0], "all")
+        (g,) = chunk.output_factors(self.names[0], "all")
+        assert a is not None
+        return a, g
+
+    def _of_factors(self, a: Tensor, g: Tensor, mixing: Tensor | None) -> Tensor:
+        """The chunk's term."""
+        if self.double:
+            a, g = a.double(), g.double()
+        squares = mix(g, None if mixing is None else mixing.to(g.dtype)).square().sum((1, 2))
+        h = torch.einsum("ngo,ngd->god", squares, a.squeeze(1).square())
+        return (h.mT if self.transposed else h).flatten()
+
+    def pull(
+        self,
+        back: PullBack,
+        observations: list[list[Tensor]],
+        bars: list[Tensor],
+        span: slice,
+        log_precision: Tensor,
+    ) -> None:
+        if not self.factored:
+            super().pull(back, observations, bars, span, log_precision)
+            return
+        a, g = (factor.detach().requires_grad_() for factor in self._factors(back.chunk))
+        mixing = back.chunk.mixing
+        leaves = [a, g] if mixing is None else [a, g, mixing.requires_grad_()]
+        with torch.enable_grad():
+            leaf_bars = torch.autograd.grad(self._of_factors(a, g, mixing), leaves, bars[0])
+        back.factors(self.names[0], "all", [(leaf_bars[0], leaf_bars[1])])
+        if mixing is not None:
+            back.mixing(leaf_bars[2])
 
     def _numbers(self, size: int) -> int:
         return size
@@ -217,4 +294,4 @@ class Diagonal(_SumOverRows):
         return torch.log1p(scale * total * inverse).sum()
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        return self._sum(statistics, mixing).clamp_min(0)
+        return self.summed(statistics, mixing).clamp_min(0)

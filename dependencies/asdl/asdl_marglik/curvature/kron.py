@@ -125,7 +125,7 @@ class Kron(Term):
         """Observation of the input factor; uses of the weight are further shared positions."""
         given = [p for p in patches if p is not None]
         # [n, T, groups, D]
-        rows = like.new_ones(len(like), 1, 1, 1) if self.bias else torch.cat(given, 1)
+        rows = like.new_ones(len(like), 1, 1, 1) if self.bias else _joined(given)
         if self.setting == "reduce":
             rows = rows.mean(1, keepdim=True)
         rows = rows / (self.n_data * rows.shape[1]) ** 0.5
@@ -136,7 +136,8 @@ class Kron(Term):
 
     def _outputs(self, positions: list[Tensor], mixing: Tensor | None) -> Tensor:
         """Observation of the output factor."""
-        rows = torch.cat(positions, 2)  # [n, K, T, groups, O]
+        # [n, K, T, groups, O]; of a single use no copy is made
+        rows = positions[0] if len(positions) == 1 else torch.cat(positions, 2)
         if self.setting == "reduce":
             rows = rows.sum(2, keepdim=True)
         return rows if self.kinds[1] == "rows" else self._moment(mix(rows, mixing).flatten(0, 2))
@@ -150,7 +151,12 @@ class Kron(Term):
             inputs = moment / (self.n_data * chunk.n_positions(name))
         else:
             inputs = self._inputs(chunk.input_factors(name, self.form), chunk.f)
-        return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.mixing)]
+        if self.kinds[1] == "rows":
+            return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.mixing)]
+        outputs = chunk.output_moment(
+            name, self.form, lambda positions: self._outputs(positions, chunk.mixing)
+        )
+        return [inputs, outputs]
 
     def pull(
         self,
@@ -203,7 +209,7 @@ class Kron(Term):
         return self.settled(statistics, mixing)(scale, log_precision)
 
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
-        factors = self._factors(statistics, mixing)
+        factors = self.factors(statistics, mixing)
         if isinstance(self.group, int):
             alpha, beta = self._spectrum(factors[0], 0), self._spectrum(factors[1], 1)
             return lambda scale, theta: _log_det(alpha, beta, scale * torch.exp(-theta[self.group]))
@@ -212,16 +218,16 @@ class Kron(Term):
                 kind == "sum" and is_coarse(s)
                 for kind, s in zip(self.kinds, statistics, strict=True)
             )
-            product = self._product(*factors)
+            product = self.product(*factors)
             return lambda scale, theta: self._exact_log_det(product, scale, theta, coarse)
         return lambda scale, theta: self._projected_log_det(factors, scale, theta)
 
-    def _table(self, log_precision: Tensor, o: int, d: int) -> Tensor:
+    def log_precisions(self, log_precision: Tensor, o: int, d: int) -> Tensor:
         """The log precision of each weight [groups, O, D]."""
         theta = log_precision[self.group]
         return theta.reshape(-1, d, o).mT if self.transposed else theta.reshape(-1, o, d)
 
-    def _product(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+    def product(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """B (x) A [groups, O, D, O, D] in float64."""
         moments = [
             torch.einsum("ngi,ngj->gij", f.double(), f.double()) if kind == "rows" else f.double()
@@ -234,28 +240,38 @@ class Kron(Term):
     ) -> Tensor:
         """log|I + P0^-1 (B (x) A)| as it is."""
         groups, o, d = product.shape[:3]
-        root = torch.exp(-self._table(log_precision, o, d) / 2).reshape(groups, o * d)
+        root = torch.exp(-self.log_precisions(log_precision, o, d) / 2).reshape(groups, o * d)
         matrix = scale * root[:, :, None] * product.reshape(groups, o * d, o * d) * root[:, None, :]
         return log_det_identity_plus(matrix, coarse=coarse).sum()
+
+    def effects(self, log_precision: Tensor, o: int, d: int) -> tuple[Tensor, Tensor]:
+        """Row effect [groups, O] and column effect [groups, D] of the log precision of a weight.
+
+        Args:
+            log_precision: of the prior's groups.
+            o: outputs O.
+            d: inputs D.
+        """
+        table = self.log_precisions(log_precision, o, d)
+        column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
+        return table.mean(2), column_effect
 
     def _projected_log_det(
         self, factors: tuple[Tensor, Tensor], scale: Tensor, log_precision: Tensor
     ) -> Tensor:
         """The same with row and column effects of the log precision."""
         inputs, outputs = factors
-        table = self._table(log_precision, outputs.shape[-1], inputs.shape[-1])
-        row_effect = table.mean(2)
-        column_effect = table.mean(1) - table.mean((1, 2), keepdim=True).squeeze(2)
+        row_effect, column_effect = self.effects(log_precision, outputs.shape[-1], inputs.shape[-1])
         alpha = self._spectrum(inputs, 0, column_effect)
         beta = self._spectrum(outputs, 1, row_effect)
         return _log_det(alpha, beta, scale)
 
     def spectrum(self, statistics: list[Tensor], mixing: Tensor | None) -> Tensor:
-        inputs, outputs = self._factors(statistics, mixing)
+        inputs, outputs = self.factors(statistics, mixing)
         alpha, beta = self._spectrum(inputs, 0).values, self._spectrum(outputs, 1).values
         return (beta[:, :, None] * alpha[:, None, :]).flatten()
 
-    def _factors(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
+    def factors(self, statistics: list[Tensor], mixing: Tensor | None) -> tuple[Tensor, Tensor]:
         """Both factors, or their root rows [N, groups, D]."""
         inputs, outputs = statistics
         if self.kinds[1] == "rows":
@@ -279,6 +295,11 @@ class Kron(Term):
             known,
             torch.where(known > 0, 0.0, values.abs()).detach() if dtype != torch.float64 else None,
         )
+
+
+def _joined(patches: list[Tensor]) -> Tensor:
+    """Patches [n, T, groups, D] of all uses; of a single one no copy is made."""
+    return patches[0] if len(patches) == 1 else torch.cat(patches, 1)
 
 
 @dataclass(frozen=True)

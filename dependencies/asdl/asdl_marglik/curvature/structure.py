@@ -104,10 +104,21 @@ def _blockdiag(problem: Problem) -> list[Term]:
 
 
 def _diag(problem: Problem) -> list[Term]:
-    return [
-        Diagonal({name: size}, problem.groups, keep=_keeps(problem, size))
-        for name, size in problem.sizes.items()
-    ]
+    return [_diagonal(problem, name, size) for name, size in problem.sizes.items()]
+
+
+def _diagonal(problem: Problem, name: str, size: int) -> Term:
+    """The diagonal of one weight; from factors where its rows have a single position."""
+    plan = problem.plan
+    uses = plan.uses_of[name]
+    single = name in plan.kronecker and problem.copies * plan.positions[name] == len(uses) == 1
+    return Diagonal(
+        {name: size},
+        problem.groups,
+        keep=_keeps(problem, size),
+        factored=problem.fast.factored_rows and single and uses[0][1] != "bias",
+        transposed=plan.rules[name] == "matmul",
+    )
 
 
 def _kfac(problem: Problem) -> list[Term]:

@@ -6,7 +6,7 @@ cotangents `g` of their outputs. Both are kept here; the way back through them i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -119,6 +119,7 @@ class Chunk:
         self.inputs = [self._standard_input(use, layout) for use, layout in self._uses]
         self._requests = requests
         self._pulls = pulls
+        self._output_moments: dict[tuple[tuple[int, ...], Form, int], Tensor] = {}
 
     def _recorded(self) -> tuple[Recorder, Tensor]:
         """The pass itself; a model that is known to write to its inputs gets copies of them."""
@@ -321,6 +322,23 @@ class Chunk:
             moments.append(use.rule.moment(use.call, role, mean.double() if double else mean))
         return sum(moments[1:], moments[0])
 
+    def output_moment(
+        self, name: str, form: Form, reduce: Callable[[list[Tensor]], Tensor]
+    ) -> Tensor:
+        """A reduction of the positions of a weight; weight and bias of the same uses share it.
+
+        Args:
+            name: of the weight.
+            form: how positions are put together.
+            reduce: of the positions [n, K, T, groups, O] of every use, the same for all weights.
+        """
+        positions = self.output_factors(name, form)
+        uses = tuple(index for index, _ in self.plan.uses_of[name])
+        key = (uses, form, positions[0].shape[3])
+        if key not in self._output_moments:
+            self._output_moments[key] = reduce(positions)
+        return self._output_moments[key].clone()
+
     def mean_input(self, index: int) -> Tensor:
         """The input of a use, averaged over copies."""
         a = self.inputs[index]
@@ -366,7 +384,7 @@ class Chunk:
             form: how positions are put together.
         """
         use = self.use(index)
-        if form != "all":
+        if form != "all" and self.copies > 1:
             # patches are linear in the input: averaging copies first is the same and cheaper
             a = a.unflatten(1, (self.copies, -1)).mean(1)
         if form == "reduce":
@@ -388,7 +406,7 @@ class Chunk:
             form: how positions are put together.
         """
         use = self.use(index)
-        if form != "all":
+        if form != "all" and self.copies > 1:
             g = g.unflatten(2, (self.copies, -1)).sum(2)
         flat = use.rule.positions(use.call, role, g.flatten(0, 1))
         positions = flat.flatten(1, 2).unflatten(0, g.shape[:2])

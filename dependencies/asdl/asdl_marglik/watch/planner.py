@@ -254,7 +254,7 @@ def _candidate(model: nn.Module, weights: dict[str, nn.Parameter], passes: _Thre
         uses_of=uses_of,
         kronecker=kronecker,
         factor_sides={
-            name: (len(weights[name]), weights[name][0].numel())
+            name: _sides(uses, uses_of[name], weights[name])
             for name in kronecker
             if _has_one_channel_group(uses, uses_of[name])
         },
@@ -308,7 +308,15 @@ def _has_one_channel_group(uses: list[Use], places: list[tuple[int, str]]) -> bo
 def _n_positions(uses: list[Use], places: list[tuple[int, str]], weight: Tensor) -> int:
     """Shared positions T per input of all uses of a weight with factors."""
     entries = sum(uses[index].shape.numel() for index, _ in places)
-    return entries // (2 * len(weight))
+    n_outputs, _ = _sides(uses, places, weight)
+    return entries // (2 * n_outputs)
+
+
+def _sides(uses: list[Use], places: list[tuple[int, str]], weight: Tensor) -> tuple[int, int]:
+    """Outputs O and inputs D of the linear map that a weight is, or is the bias of."""
+    index, _ = places[0]
+    n_outputs = weight.shape[uses[index].rule.output_axis if weight.dim() > 1 else 0]
+    return n_outputs, weight.numel() // n_outputs
 
 
 def _bytes_of(uses: list[Use], output_bytes: int) -> tuple[int, int]:

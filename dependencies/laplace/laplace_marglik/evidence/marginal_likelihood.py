@@ -73,6 +73,8 @@ from laplace_marglik.evidence.rows import (
 from laplace_marglik.likelihood import Likelihood, likelihood_for
 from laplace_marglik.likelihood.base import Root
 from laplace_marglik.partition import Block
+from laplace_marglik.posterior.curvature import Setting, random_weights
+from laplace_marglik.posterior.laplace import LaplacePosterior
 from laplace_marglik.prior import GaussianPrior
 
 T = TypeVar("T")
@@ -331,6 +333,46 @@ class MarginalLikelihood:
     def cached_full_batch(self, loader: Iterable[tuple[Any, Tensor]]) -> Callable[[], Evidence]:
         """As `cached`, for one block of all N data."""
         return self._with_plan(lambda: self._reusable(lambda: self._all_data(loader, reuse=True)))
+
+    def posterior(
+        self,
+        loader: Iterable[tuple[Any, Tensor]] | None = None,
+        *,
+        weights: Iterable[str] | None = None,
+        structure: str | None = None,
+        inducing: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> LaplacePosterior:
+        """The Gaussian posterior at the weights and hyperparameters of now, and its predictions.
+
+        Args:
+            loader: all training data in batches (x, y), in any order; read once. None for a
+                posterior that is fitted, or loaded, later.
+            weights: name patterns of the weights that are random, as ["head.*"]; the others stay
+                fixed. None for all.
+            structure: of the curvature; by default that of this marginal likelihood.
+            inducing: of structure "ntk", how many root rows of the data are kept; None for all.
+            generator: source of samples.
+        """
+        setting = Setting(
+            self.network,
+            random_weights(self._checked_weights(), weights),
+            self.likelihood,
+            self.prior.groups,
+            structure or self.structure,
+            self.n_data,
+            augment=self.augment,
+            inducing=inducing,
+            kfac=self.kfac,
+            blocks=self.blocks,
+            budget=self._budget,
+            seed=self._seed(),
+            labels=self.labels,
+        )
+        if self.ranks is not None:
+            raise MarglikError("a posterior is fitted by one process; leave out ranks=")
+        posterior = LaplacePosterior(setting, self.prior, generator)
+        return posterior if loader is None else posterior.fit(loader)
 
     def memory(self, x: Any, n: int | None = None) -> int:
         """Bytes that an estimate and its gradient take besides model and data.
