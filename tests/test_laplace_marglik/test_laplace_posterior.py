@@ -62,6 +62,8 @@ def factored(ml, x, y, W, names, plan, augmented=False):
         if len(parts) == 1 and name in own:
             A, B = (f if f.dim() == 3 else f[None] for f in own[name])
             pairs = zip(A.expand(len(B), -1, -1), B, strict=True)
+            if plan.rules[name] == "matmul":  # the weight is stored [inputs, outputs]
+                pairs = [(b, a) for a, b in pairs]
             blocks[name] = (torch.block_diag(*[torch.kron(b, a) for a, b in pairs]),)
     return torch.block_diag(*[torch.kron(*p) if len(p) == 2 else p[0] for p in blocks.values()])
 

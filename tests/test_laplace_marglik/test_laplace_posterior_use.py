@@ -298,7 +298,7 @@ def test_more_bad_arguments(posterior):
         posterior.predict(X, kind="mc", samples=0)
     with pytest.raises(MarglikError, match="expected 12 targets, one for each input"):
         posterior.log_prob(X, Y[:3])
-    posterior.setting.model[0].requires_grad_(False)
+    posterior.setting.model.model[0].requires_grad_(False)
     with pytest.raises(MarglikError, match="frozen after the fit"):
         posterior.predict(X)
 
@@ -356,7 +356,7 @@ def test_data_that_do_not_fit():
 
 def test_weights_that_moved_after_the_fit(posterior):
     with torch.no_grad():
-        posterior.setting.model[0].weight.mul_(1.1)
+        posterior.setting.model.model[0].weight.mul_(1.1)
     with pytest.raises(MarglikError, match="changed since the posterior was fitted"):
         posterior.predict(X)
 

@@ -289,6 +289,8 @@ def kfac_factors(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Kronecker factors (A, B) of the GGN by name, H ~= B (x) A for a weight [O, D].
 
+    A weight [D, O] on the right of a matrix product has H ~= A (x) B.
+
         expand: A = 1/(n T) sum_nt a_nt a_nt^T,               B = sum_nrt g_nrt g_nrt^T
         reduce: the same, with a averaged and g summed over the positions t first
 
