@@ -172,7 +172,7 @@ class Run:
 
     FREE: ClassVar = (
         *("device", "threads", "out", "resume", "baseline", "checkpoint_seconds", "dry_run"),
-        *("collective_timeout", "memory_budget", "wandb", "tensorboard"),
+        *("collective_timeout", "memory_budget", "predict", "wandb", "tensorboard"),
     )
 
     seed: NonNegativeInt = 0
@@ -189,6 +189,8 @@ class Run:
     """Continue the run in its folder from the last checkpoint; without one, start it."""
     baseline: bool = True
     """Also train the MAP baseline (same settings, fixed prior, no learned augmentation) and compare."""
+    predict: Literal["probit", "none"] = "probit"
+    """At the end also score predictions of the posterior with the learned prior, by the probit link; none skips them."""
     eval_every: NonNegativeInt = 0
     """Epochs between evaluations on the test set; 0 = about fifty in all."""
     checkpoint_seconds: Limit = 10.0

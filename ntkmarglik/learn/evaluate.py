@@ -54,12 +54,28 @@ def calibration_error(p: Tensor, y: Tensor, bins: int = BINS) -> float:
     """
     if not p.isfinite().all():
         return math.nan
+    _, confidence, correct = _binned(p, y, bins)
+    return ((correct - confidence).abs().sum() / len(y)).item()
+
+
+def reliability(p: Tensor, y: Tensor, bins: int = BINS) -> list[list[float]]:
+    """Mean confidence, accuracy and share of the data, of every bin that has any."""
+    if not p.isfinite().all():
+        return []
+    count, confidence, correct = _binned(p, y, bins)
+    used = count > 0
+    rows = [confidence[used] / count[used], correct[used] / count[used], count[used] / len(y)]
+    return torch.stack(rows, 1).tolist()
+
+
+def _binned(p: Tensor, y: Tensor, bins: int) -> Tensor:
+    """Number of data, sums of their confidence and of right answers [3, bins], by confidence."""
     confidence, prediction = p.max(1)
     correct = (prediction == y).double()
     index = (confidence * bins).long().clamp_max(bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64, device=p.device)
-    gaps.index_add_(0, index, correct - confidence)
-    return (gaps.abs().sum() / len(y)).item()
+    sums = torch.zeros(3, bins, dtype=torch.float64, device=p.device)
+    values = torch.stack([torch.ones_like(correct), confidence.double(), correct])
+    return sums.index_add_(1, index, values)
 
 
 def evaluate(

@@ -44,6 +44,15 @@ RANGE_LABELS = dict(
     zip(RANGES, ("shift x", "shift y", "rotation", "scale x", "scale y", "shear"), strict=True)
 )
 
+# predictions of a posterior, by the probit link or averaged over samples
+PREDICTIVE = {
+    "log-likelihood, posterior (probit)": "probit_test_log_likelihood",
+    "calibration error, posterior (probit)": "probit_test_ece",
+    "log-likelihood per datum, sampled": "sampled_test_log_likelihood",
+    "calibration error, sampled": "sampled_test_ece",
+    "joint log-likelihood per datum, sampled": "sampled_test_joint_log_likelihood",
+}
+
 
 def table(runs: Runs) -> Table:
     """The runs side by side, one line per quantity."""
@@ -57,19 +66,14 @@ def table(runs: Runs) -> Table:
         "test log-likelihood per datum", *(f"{s['test_log_likelihood']:.4f}" for s in summaries)
     )
     result.add_row("test calibration error", *(f"{s['test_ece']:.4f}" for s in summaries))
-    sampled = {"log-likelihood per datum": "log_likelihood", "calibration error": "ece"}
     if any("test_joint_log_likelihood" in s for s in summaries):
-        sampled["joint log-likelihood per datum"] = "joint_log_likelihood"
         result.add_row(
             "test joint log-likelihood per datum",
             *(_optional(s.get("test_joint_log_likelihood")) for s in summaries),
         )
-    for label, key in sampled.items():
-        if any(f"sampled_test_{key}" in s for s in summaries):
-            result.add_row(
-                f"test {label}, sampled",
-                *(_optional(s.get(f"sampled_test_{key}")) for s in summaries),
-            )
+    for label, key in PREDICTIVE.items():
+        if any(key in s for s in summaries):
+            result.add_row(f"test {label}", *(_optional(s.get(key)) for s in summaries))
     result.add_row(
         "training log-likelihood per datum",
         *(f"{s['train_log_likelihood']:.4f}" for s in summaries),
@@ -137,11 +141,13 @@ def save(
 def figure(
     runs: Runs, path: Path, *, augment: nn.Module | None = None, example: Tensor | None = None
 ) -> None:
-    """Curves over epochs, the learned prior of every layer, and the learned augmentation."""
+    """Curves over epochs, the prior of every layer, reliability, and the learned augmentation."""
     rows = 1 if augment is None or example is None else 2
+    reliable = _with_reliability(runs)
+    widths = [1, 1, 1.1] + [0.9] * (reliable is not None)
     with plt.rc_context(STYLE):
-        picture = plt.figure(figsize=(10, 3.4 * rows), layout="constrained")
-        grid = picture.add_gridspec(rows, 3, width_ratios=[1, 1, 1.1])
+        picture = plt.figure(figsize=(10 * sum(widths) / 3.1, 3.4 * rows), layout="constrained")
+        grid = picture.add_gridspec(rows, len(widths), width_ratios=widths)
         _curve(picture.add_subplot(grid[0, 0]), runs, "log_marglik", "log evidence per datum")
         _curve(
             picture.add_subplot(grid[0, 1]),
@@ -150,6 +156,8 @@ def figure(
             "test log-likelihood per datum",
         )
         _precisions(picture.add_subplot(grid[0, 2]), runs)
+        if reliable is not None:
+            _reliability(picture.add_subplot(grid[0, 3]), reliable, runs[reliable][1])
         if augment is not None and example is not None:
             _ranges(picture.add_subplot(grid[1, 0]), runs)
             _strip(picture.add_subplot(grid[1, 1:]), augment, example)
@@ -180,7 +188,7 @@ def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
         shown.extend(values)
     axes.set_xlabel("epoch")
     banded = any(summary.get(f"{key}_interval") for _, summary in runs.values())
-    axes.set_title(f"{title} (band: where it is at the end)" if banded else title)
+    axes.set_title(f"{title} (band: final)" if banded else title)
     finals = [summary[key] for _, summary in runs.values()]
     axes.set_ylim(*window(shown, finals))
     last = max((m["epoch"] for epochs, _ in runs.values() for m in epochs), default=1)
@@ -230,6 +238,26 @@ def _precisions(axes: Axes, runs: Runs) -> None:
     what = "prior precision" if len(label) > SHORT else "prior precision of each tensor"
     axes.set_title(f"{what} ({label})")
     _legend_below(axes, columns=3)
+
+
+def _with_reliability(runs: Runs) -> str | None:
+    """The first run whose posterior made predictions."""
+    found = (label for label, (_, summary) in runs.items() if summary.get("reliability"))
+    return next(found, None)
+
+
+def _reliability(axes: Axes, label: str, summary: Metrics) -> None:
+    """How often predictions are right, against how sure they are."""
+    axes.plot([0, 1], [0, 1], color="0.5", linewidth=1, linestyle=":")
+    names = {"network": "network", "posterior": "posterior (probit)"}
+    for (kind, bins), colour in zip(summary["reliability"].items(), COLOURS, strict=False):
+        confidence, accuracy, share = zip(*bins, strict=True)
+        axes.plot(confidence, accuracy, color=colour, linewidth=1.2, label=names[kind])
+        sizes = [4 + 60 * part for part in share]
+        axes.scatter(confidence, accuracy, s=sizes, color=colour, alpha=0.7, linewidth=0)
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="confidence", ylabel="share that is right")
+    axes.set_title(f"reliability ({label})" if len(label) <= SHORT else "reliability on test data")
+    _legend_below(axes, columns=2)
 
 
 def _logarithmic(axes: Axes, values: list[float]) -> None:

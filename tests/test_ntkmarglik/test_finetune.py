@@ -388,6 +388,7 @@ def test_every_method_from_flags_to_a_run_folder(method, convnext, tmp_path, cap
     assert set(summary["prior_variance"]) == {"backbone", "head"} and ("sigma" in summary) == (
         "elbo" in method
     )
+    assert ("probit_test_log_likelihood" in summary) == (method != "map"), summary
     last = [line for line in lines if line["fit"] == summary["fit"]][-1]
     assert last["test_accuracy"] == summary["test_accuracy"]  # the final network is the chosen one
     if "held_out_score" in summary and fits > 2:

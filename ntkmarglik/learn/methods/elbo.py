@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from laplace_marglik import Bounds, DataEmphasizedELBO, Evidence
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.evaluate import BATCH, metrics
 from ntkmarglik.learn.methods.base import Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.runs.loggers import Metrics
@@ -80,6 +82,19 @@ class Variational(Method):
         if self._last is not None:
             found["emphasised_elbo"] = self._last.de_elbo.total.item() / self.objective.n_data
         return found
+
+    def extras(self) -> Metrics:
+        """Scores of predictions averaged over draws of the posterior."""
+        found = super().extras()
+        if self.problem.config.run.predict == "none":
+            return found
+        data = self.problem.data
+        before = self.problem.generator.get_state()
+        with torch.no_grad():
+            p = [self.objective.predict(x, samples=FINAL_DRAWS) for x in data.x_test.split(BATCH)]
+        self.problem.generator.set_state(before)
+        scores = metrics(torch.cat(p).double().clamp_min(1e-300).log(), data.y_test)
+        return found | {f"sampled_test_{name}": value for name, value in scores.items()}
 
     def baseline(self, fixed: Problem) -> Method:
         return Map(fixed)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from asdl_marglik import STRUCTURES, Structure
 from laplace_marglik import Evidence, EvidenceLearner
@@ -12,6 +15,8 @@ from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods.base import Learned, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.methods.mode import MeasuredByBlocks
+from ntkmarglik.learn.predictive import BATCH, SCORED, posterior_scores
+from ntkmarglik.runs.loggers import Metrics
 
 
 class Laplace(MeasuredByBlocks):
@@ -91,6 +96,22 @@ class Laplace(MeasuredByBlocks):
         if self.problem.config.estimator.inducing:
             return self.measured(self.learner.on_blocks)
         return super().evidence()
+
+    def extras(self) -> Metrics:
+        """Scores of the posterior's predictions, of the structure of the method."""
+        problem = self.problem
+        found = super().extras()
+        if problem.config.run.predict == "none":
+            return found
+        # of one process, with draws of its own
+        seeds = torch.Generator().manual_seed(problem.config.run.seed)
+        alone = replace(problem, ranks=None, generator=seeds)
+        x, y = (t[:SCORED] for t in (problem.data.x_test, problem.data.y_test))
+        test = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
+        with torch.no_grad():
+            network = torch.cat([self.outputs(x) for x, _ in test])
+        ml = alone.marginal_likelihood(self.structure)
+        return found | posterior_scores(ml, self.structure, self.batches(), test, network)
 
     def state(self) -> dict[str, Any]:
         return {"learner": self.learner.state_dict()}

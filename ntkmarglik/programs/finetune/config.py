@@ -104,7 +104,7 @@ class Run:
 
     FREE: ClassVar = (
         *("device", "threads", "out", "resume", "checkpoint_seconds", "dry_run", "save_model"),
-        *("wandb", "tensorboard"),
+        *("predict", "wandb", "tensorboard"),
     )
 
     seed: NonNegativeInt = 0
@@ -117,6 +117,8 @@ class Run:
     """Run folder; by default runs/ and a name made of the settings."""
     resume: bool = False
     """Continue the run in its folder from the last checkpoint; without one, start it."""
+    predict: Literal["probit", "none"] = "probit"
+    """At the end also score predictions of a diagonal posterior with the chosen prior, by the probit link; none skips them."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on the test set (not counted in times); 0 = five in a fit, the last one included."""
     checkpoint_seconds: Limit = 60.0

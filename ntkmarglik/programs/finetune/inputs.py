@@ -59,6 +59,10 @@ class Part:
             inputs = map_inputs(lambda t: t[rows], self._inputs)
         return Part(self._examples.chosen(index), self._prepare, self._device, inputs)
 
+    def first(self, n: int) -> Part:
+        """The first n of these examples, or all."""
+        return self if n >= len(self) else self.chosen(np.arange(n))
+
     def batch(self, index: Tensor) -> tuple[Inputs, Tensor]:
         """Inputs and labels of the examples at `index`; texts without columns of mere padding."""
         if self._inputs is None:

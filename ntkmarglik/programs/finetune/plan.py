@@ -56,6 +56,11 @@ class Plan:
         """Whether fits of the search leave some data out."""
         return self.scores != "objective"
 
+    @property
+    def learns(self) -> bool:
+        """Whether the prior is learned, or searched for."""
+        return self.objective is not Map or self.candidates != "rates"
+
     def n_fits(self, search: Search) -> int:
         """All fits, the last one on all data included."""
         fits = len(search.rates)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ntkmarglik.runs.loggers import Metrics
-from ntkmarglik.runs.report import COLOURS, STYLE, WIDTH
+from ntkmarglik.runs.report import COLOURS, PREDICTIVE, STYLE, WIDTH
 
 
 def table(summary: Metrics) -> Table:
@@ -24,6 +24,11 @@ def table(summary: Metrics) -> Table:
         "test accuracy, mean over classes": f"{100 * summary['test_macro_accuracy']:.2f} %",
         "test log-likelihood per datum": f"{summary['test_log_likelihood']:.4f}",
         "test calibration error": f"{summary['test_ece']:.4f}",
+        **{
+            f"test {label}": f"{summary[key]:.4f}"
+            for label, key in PREDICTIVE.items()
+            if key in summary
+        },
         "training log-likelihood per datum": f"{summary['train_log_likelihood']:.4f}",
         "training objective per datum": f"{summary['objective']:.4f}",
         "learning rate": f"{summary['rate']:g}",

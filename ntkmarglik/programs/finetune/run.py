@@ -10,15 +10,19 @@ from typing import Any
 import torch
 import yaml
 
+from asdl_marglik import evaluating
+from laplace_marglik import MarginalLikelihood
 from ntkmarglik.learn.distributed import refuse_several
+from ntkmarglik.learn.predictive import BATCH, SCORED, posterior_scores
 from ntkmarglik.machine import device as machine
 from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.programs.finetune import inputs, report
 from ntkmarglik.programs.finetune.config import FinetuneConfig, parse
 from ntkmarglik.programs.finetune.examples import is_text
 from ntkmarglik.programs.finetune.fit import Fit
+from ntkmarglik.programs.finetune.objectives import LIKELIHOOD
 from ntkmarglik.programs.finetune.plan import Result, best
-from ntkmarglik.programs.finetune.pretrained import Preparation, load
+from ntkmarglik.programs.finetune.pretrained import Preparation, l2_sp, load
 from ntkmarglik.programs.finetune.scores import evaluated
 from ntkmarglik.programs.finetune.transfer import Transfer
 from ntkmarglik.runs.folder import folder_named
@@ -86,6 +90,7 @@ def summarise(transfer: Transfer) -> Metrics:
         "seed": config.run.seed,
         "n_parameters": _n_trained(transfer),
         **{f"test_{name}": value for name, value in test.items()},
+        **_posterior_scores(transfer, chosen["prior_variance"]),
         "train_accuracy": train["accuracy"],
         "train_log_likelihood": train["log_likelihood"],
         "objective": result.score,
@@ -99,6 +104,23 @@ def summarise(transfer: Transfer) -> Metrics:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": commit(),
     }
+
+
+def _posterior_scores(transfer: Transfer, variance: dict[str, float]) -> Metrics:
+    """Scores of a diagonal posterior's predictions, with the variances of the prior that was
+    chosen; its means do not matter to them.
+    """
+    if transfer.config.run.predict == "none" or not transfer.plan.learns:
+        return {}
+    model = transfer.model
+    prior = l2_sp(model, 1 / variance["backbone"], 1 / variance["head"])
+    data = transfer.data
+    n = len(data.train)
+    ml = MarginalLikelihood(model, LIKELIHOOD, n_data=n, prior=prior, structure="diag")
+    test = list(data.test.first(SCORED).batches(BATCH))
+    with torch.no_grad(), evaluating(model):
+        network = torch.cat([model(x) for x, _ in test])
+    return posterior_scores(ml, "diag", data.train.batches(), test, network)
 
 
 def _described(result: Result) -> dict[str, Any]:
