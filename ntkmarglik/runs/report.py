@@ -147,21 +147,17 @@ def figure(
     widths = [1, 1, 1.1] + [0.9] * (reliable is not None)
     with plt.rc_context(STYLE):
         picture = plt.figure(figsize=(10 * sum(widths) / 3.1, 3.4 * rows), layout="constrained")
-        grid = picture.add_gridspec(rows, len(widths), width_ratios=widths)
-        _curve(picture.add_subplot(grid[0, 0]), runs, "log_marglik", "log evidence per datum")
-        _curve(
-            picture.add_subplot(grid[0, 1]),
-            runs,
-            "test_log_likelihood",
-            "test log-likelihood per datum",
-        )
-        _precisions(picture.add_subplot(grid[0, 2]), runs)
-        if reliable is not None:
-            _reliability(picture.add_subplot(grid[0, 3]), reliable, runs[reliable][1])
-        if augment is not None and example is not None:
-            _ranges(picture.add_subplot(grid[1, 0]), runs)
-            _strip(picture.add_subplot(grid[1, 1:]), augment, example)
         try:
+            grid = picture.add_gridspec(rows, len(widths), width_ratios=widths)
+            panels = [picture.add_subplot(grid[0, column]) for column in range(len(widths))]
+            _curve(panels[0], runs, "log_marglik", "log evidence per datum")
+            _curve(panels[1], runs, "test_log_likelihood", "test log-likelihood per datum")
+            _precisions(panels[2], runs)
+            if reliable is not None:
+                _reliability(panels[3], reliable, runs[reliable][1])
+            if augment is not None and example is not None:
+                _ranges(picture.add_subplot(grid[1, 0]), runs)
+                _strip(picture.add_subplot(grid[1, 1:]), augment, example)
             picture.savefig(path)
         finally:
             plt.close(picture)

@@ -3,6 +3,7 @@
 import csv
 import math
 
+import calibration
 import conditioned
 import estimators
 import house
@@ -188,3 +189,22 @@ def test_the_trainer_benchmark_runs(tmp_path):
     run("benchmarks/trainer.py", "--small", "--csv", tmp_path / "trainer.csv")
     rows = read(tmp_path / "trainer.csv")
     assert len(rows) == 3 and all(float(row["ratio"]) > 0 for row in rows)
+
+
+def test_calibration_scores_predictions_and_tells_other_data_by_their_entropy(monkeypatch):
+    """On a small network: three posteriors of it, and scores of probabilities that are known."""
+    sure = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+    unsure = torch.full((2, 2), 0.5)
+    found = calibration.scored(sure, torch.tensor([0, 1]), unsure)
+    assert found["auroc"] == 1
+    assert found["log_likelihood"] == pytest.approx((math.log(0.9) + math.log(0.8)) / 2)
+    monkeypatch.setattr(calibration, "INDUCING", 10)
+    monkeypatch.setattr(conditioned, "N_DIGITS", 60)
+    network = conditioned.Network.on_digits(1.0)
+    names = []
+    for name, posterior in calibration.posteriors(network):
+        names.append(name)
+        for kind in calibration.KINDS:
+            p = calibration.predicted(posterior, network.x[:6], kind)
+            torch.testing.assert_close(p.sum(1), torch.ones(6, dtype=p.dtype))
+    assert names == ["kfac", "ntk, 10 rows", "last layer, full"]
