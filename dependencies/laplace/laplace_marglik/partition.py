@@ -83,7 +83,7 @@ class Block:
                 raise MarglikError(
                     f"the block is of a partition of {of_block} {name}, but there are {expected}; "
                     "build the Partition with the n_data of the marginal likelihood and all "
-                    "outputs of the network"
+                    "outputs of the network, and pad sequences to one length"
                 )
 
 
