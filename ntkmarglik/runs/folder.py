@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -15,6 +16,7 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.runs import checkpoint
+from ntkmarglik.runs.lock import FolderLock
 from ntkmarglik.runs.loggers import Metrics, Mirrors
 from ntkmarglik.settings import Settings
 
@@ -47,6 +49,8 @@ class RunFolder:
                 "with --out."
             )
         _make_folder(path, new=False)
+        self._lock = FolderLock(path)
+        _remove_partial_files(path)
         self._warned: set[str] = set()
         self.epochs: list[Metrics] = []
         if resume:
@@ -80,6 +84,7 @@ class RunFolder:
     def close(self, summary: Metrics) -> None:
         """Close the mirrors; the summary is empty if the run did not come to its end."""
         self._mirrors.close(summary)
+        self._lock.release()
 
     def _replace_metrics(self) -> bool:
         return self._replace("metrics.jsonl", "".join(map(_line, self.epochs)))
@@ -187,6 +192,13 @@ def _make_folder(path: Path, *, new: bool) -> bool:
             f"The run folder {path} cannot be made ({reason}); choose another with --out."
         ) from error
     return True
+
+
+def _remove_partial_files(path: Path) -> None:
+    """Those that a killed process has left; this one is the folder's only writer."""
+    for partial in path.glob("*.partial"):
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _line(metrics: Metrics) -> str:

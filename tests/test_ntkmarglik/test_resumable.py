@@ -73,7 +73,13 @@ def path(tmp_path):
 def closed(monkeypatch):
     """The summaries with which folders were closed."""
     summaries = []
-    monkeypatch.setattr(RunFolder, "close", lambda self, summary: summaries.append(summary))
+    close = RunFolder.close
+
+    def recorded(self, summary):
+        summaries.append(summary)
+        close(self, summary)
+
+    monkeypatch.setattr(RunFolder, "close", recorded)
     return summaries
 
 

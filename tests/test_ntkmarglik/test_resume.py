@@ -184,11 +184,24 @@ def test_a_checkpoint_that_is_none_leaves_everything_untouched(spoil, tmp_path, 
     path = tmp_path / "run"
     assert main([*EAGER, "--method", "map", "--out", str(path)]) == 0
     spoil(path / "checkpoint.pt")
+    checkpoint.previous(path / "checkpoint.pt").unlink()  # else the run goes on from there
     before = contents(path)
     assert main([*EAGER, "--method", "map", "--out", str(path), "--resume", "--tensorboard"]) == 2
     message = capsys.readouterr().err
     assert "checkpoint.pt" in message and "--out" in message
     assert contents(path) == before
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, capsys):
+    """The run ends in the same numbers, from an earlier epoch."""
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    for folder in (whole, path):
+        assert main([*EAGER, "--method", "map", "--out", str(folder)]) == 0
+    damaged(path / "checkpoint.pt")
+    (path / "summary.json").unlink()
+    assert main([*EAGER, "--method", "map", "--out", str(path), "--resume"]) == 0
+    assert "the one before" in capsys.readouterr().err
+    assert results(path) == results(whole)
 
 
 def test_a_run_with_other_settings_is_not_continued(tmp_path, capsys):

@@ -90,7 +90,8 @@ def test_a_run_leaves_what_it_promises(out, capsys):
     printed = capsys.readouterr()
     assert "ntk-16-5" in printed.out and "MAP baseline" in printed.out and str(out) in printed.out
     assert printed.err == ""  # no progress bar without a terminal
-    files = {"config.yaml", "metrics.jsonl", "summary.json", "checkpoint.pt"}
+    files = {"config.yaml", "metrics.jsonl", "summary.json"}
+    files |= {"checkpoint.pt", "checkpoint.previous.pt"}
     assert {p.name for p in out.iterdir()} == files | {"figure.png", "baseline"}
     assert {p.name for p in (out / "baseline").iterdir()} == files
     (learned, fixed), (epochs, _) = results(out)
