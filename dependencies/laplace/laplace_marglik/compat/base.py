@@ -237,14 +237,13 @@ class ParametricLaplace(Tuning):
         """The module whose parameters the model uses last."""
         x, _ = next(iter(loader))
         weights = trainable(self.model)
-        everything = replace(self._setting(None, weights), weights=weights)
-        plan = everything.planned(everything.placed(x))
-        if not plan.signature:
+        uses = self._setting(None, weights).uses_of_weights(x)
+        if not uses:
             raise MarglikError(
                 "the last layer could not be found; name it with last_layer_name= or choose "
                 "weights by patterns, subset_of_weights=['head.*']"
             )
-        name = plan.signature[-1][1][0][1]
+        name = next(iter(uses[-1].names.values()))
         self._last_layer_name = name.rpartition(".")[0]
         self._weights = self._chosen(weights) if self._last_layer_name else {name: weights[name]}
         self.prior_precision = self._prior_precision
