@@ -16,6 +16,7 @@ from torch.func import functional_call
 from asdl_marglik import Budget, PrecisionLost, evaluating, map_inputs, trainable
 from laplace_marglik import checks
 from laplace_marglik.batches import pair_of
+from laplace_marglik.compat.block_evidence import BlockChoice, BlockEvidence, Drawing
 from laplace_marglik.compat.hyperparameters import (
     groups_for,
     mean_tensor,
@@ -56,6 +57,10 @@ class ParametricLaplace(Tuning):
         augment: module or function x [n, ...] -> [n, A, ...]; outputs are averaged over the copies.
         memory_budget: bytes that a fit or a prediction may take.
         kfac: weight-sharing setting of KFAC, "expand" | "reduce".
+        subset: data points of a random block, drawn in `fit`, from which the evidence is then
+            estimated; predictions, and single terms of the evidence, are those of all data.
+        outputs: root columns of that block; None for all.
+        root: of the likelihood's curvature in that block, as in `MarginalLikelihood`.
         ignored: `backend_kwargs` and other arguments of laplace-torch's backends.
     """
 
@@ -80,6 +85,9 @@ class ParametricLaplace(Tuning):
         augment: Any = None,
         memory_budget: float | None = None,
         kfac: Any = "expand",
+        subset: int | None = None,
+        outputs: int | None = None,
+        root: Any = None,
         **ignored: Any,
     ):
         _check_ignored(backend, ignored)
@@ -93,6 +101,8 @@ class ParametricLaplace(Tuning):
         self._last_layer_name = last_layer_name
         self._subset = subset_of_weights
         self._inducing, self._kfac = inducing, kfac
+        self._choice = BlockChoice(subset, outputs, root)
+        self._block: BlockEvidence | None = None
         self._augment = checks.as_module(augment)
         self._budget = memory_budget
         self._likelihood = _likelihood(likelihood)
@@ -174,6 +184,8 @@ class ParametricLaplace(Tuning):
     def prior_mean(self, value: float | Tensor) -> None:
         self._prior_mean = mean_tensor(value, self.n_params, self._like)
         self._posterior = None
+        if self._block is not None:
+            self._block.forget()
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -210,12 +222,36 @@ class ParametricLaplace(Tuning):
         if self._weights is None:
             self._find_last_layer(self._loader)
         self._fit_at = self.mean
-        self._take(self._curvature_of(self._loader, double=False))
+        self._block = None
+        if not self._choice:
+            self._take(self._curvature_of(self._loader, double=False))
+            return
+        seed = int(torch.randint(2**31, ()))
+        drawing = Drawing(self._loader, self._choice.subset, seed)
+        self._take(self._curvature_of(self._loader, double=False, batches=drawing))
+        self._block = self._block_of(drawing)
 
-    def _curvature_of(self, loader: _Pairs, *, double: bool) -> Curvature:
+    def _block_of(self, drawing: Drawing) -> BlockEvidence:
+        """The evidence of the data points that a fit has drawn."""
+        return BlockEvidence(
+            self.model,
+            self._random(),
+            self._scaled_likelihood(),
+            drawing,
+            self._choice,
+            structure=self.structure,
+            augment=self._augment,
+            kfac=self._kfac,
+            memory_budget=self._budget,
+        )
+
+    def _curvature_of(
+        self, loader: _Pairs, *, double: bool, batches: Drawing | None = None
+    ) -> Curvature:
         data = getattr(loader.loader, "dataset", None)
         setting = self._setting(None if data is None else len(data))
-        return curvature_of(setting, loader, self._scale(), self._log_precision(), double=double)
+        read = loader if batches is None else batches
+        return curvature_of(setting, read, self._scale(), self._log_precision(), double=double)
 
     def _fit_in_double(self) -> None:
         """The same with sums in float64, which the prior of now needs."""
@@ -376,7 +412,20 @@ class ParametricLaplace(Tuning):
             if not self._regression:
                 raise MarglikError("sigma_noise can only be changed for regression")
             self.sigma_noise = sigma_noise
+        if self._choice:
+            return self._evidence_of_block()
         return self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter)
+
+    def _evidence_of_block(self) -> Tensor:
+        if self._block is None or not torch.equal(self._fit_at, self.mean):
+            raise MarglikError(
+                "the evidence of a block needs its data at the weights of the fit, and these are "
+                "not there any more; call fit(train_loader) again"
+            )
+        total = self._block(
+            self.prior_precision, self.sigma_noise, self.prior_mean, self.temperature
+        )
+        return total.to(self._like)
 
     def _structured(self, precision: float, structure: str) -> Tensor:
         lengths = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
@@ -591,7 +640,7 @@ class ParametricLaplace(Tuning):
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, state_dict[name])
         state = state_dict["curvature"]
-        self._loader = None
+        self._loader, self._block = None, None
         self._take(Curvature.from_state(self._setting(state["n_data"]), state))
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

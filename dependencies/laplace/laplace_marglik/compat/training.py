@@ -165,6 +165,10 @@ def marglik_training(
     enable_backprop: bool = False,
     dict_key_x: str = "input_ids",
     dict_key_y: str = "labels",
+    *,
+    subset: int | None = None,
+    outputs: int | None = None,
+    root: Any = None,
 ) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
     """Train a network and learn its prior precision and noise; (la, model, margliks, losses).
 
@@ -192,6 +196,9 @@ def marglik_training(
         enable_backprop: of the approximation that is returned.
         dict_key_x: as in `Laplace`.
         dict_key_y: as in `Laplace`.
+        subset: data points of the evidence's block, which is drawn anew every time.
+        outputs: root columns of that block.
+        root: of the likelihood's curvature in it.
     """
     checks.one_of("likelihood", str(likelihood), ("classification", "regression"))
     checks.one_of("prior_structure", prior_structure, STRUCTURES)
@@ -205,7 +212,14 @@ def marglik_training(
         model,
         train_loader,
         likelihood,
-        {"hessian_structure": hessian_structure, "backend": backend, "dict_key_y": dict_key_y},
+        {
+            "hessian_structure": hessian_structure,
+            "backend": backend,
+            "dict_key_y": dict_key_y,
+            "subset": subset,
+            "outputs": outputs,
+            "root": root,
+        },
         _initial(model, temperature * prior_prec_init, prior_structure),
         _noise(model, sigma_noise_init, learned=likelihood == "regression" and not fix_sigma_noise),
         sigma=sigma_noise_init if likelihood == "regression" else 1.0,
