@@ -1,4 +1,4 @@
-"""laplace-torch's classes: fit, evidence, predictions and samples of a Laplace approximation."""
+"""What laplace-torch's classes are made of: weights, hyperparameters, a fit and its state."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from asdl_marglik import Budget, PrecisionLost, evaluating, map_inputs, trainable
+from asdl_marglik import Budget, PrecisionLost, trainable
 from laplace_marglik import checks
 from laplace_marglik.batches import pair_of
 from laplace_marglik.compat.block_evidence import BlockChoice, BlockEvidence, Drawing
@@ -24,19 +23,13 @@ from laplace_marglik.compat.hyperparameters import (
     precision_tensor,
     spread,
 )
-from laplace_marglik.compat.tuning import Tuning
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.likelihood import Categorical, Gaussian, Likelihood, likelihood_for
+from laplace_marglik.likelihood import Gaussian, Likelihood, likelihood_for
 from laplace_marglik.posterior.curvature import Curvature, Setting, curvature_of, random_weights
-from laplace_marglik.posterior.elementwise import Elementwise
 from laplace_marglik.posterior.laplace import LaplacePosterior
-from laplace_marglik.posterior.link import bridge, samples_of
-from laplace_marglik.posterior.sampled.predictive import monte_carlo
-
-LINKS = ("probit", "mc", "bridge", "bridge_norm")
 
 
-class ParametricLaplace(Tuning):
+class Fit:
     """A Laplace approximation of the posterior of a network's weights.
 
     Args:
@@ -352,262 +345,6 @@ class ParametricLaplace(Tuning):
     def _deviation(self) -> Tensor:
         return self.mean.double() - self.prior_mean.double()
 
-    # ------------------------------------------------------------------------------------- evidence
-
-    @property
-    def log_likelihood(self) -> Tensor:
-        """log p(y | w) / tau of the training data, differentiable in the noise."""
-        curvature = self._fitted()
-        if not self._regression:
-            total = self._scaled_likelihood().tempered_log_prob(curvature.f, curvature.y).sum()
-            return total.detach().to(self._like)
-        f = curvature.f
-        squares = (curvature.y.reshape(f.shape) - f).square().sum()
-        sigma = self.sigma_noise.double()
-        normaliser = f.numel() * torch.log(sigma * math.sqrt(2 * math.pi))
-        total = -0.5 * squares / sigma.square() - normaliser
-        return (total / self.temperature).to(self._like)
-
-    @property
-    def scatter(self) -> Tensor:
-        """(w - mean)^T P0 (w - mean)."""
-        deviation = self._deviation()
-        return (self.prior_precision_diag.double() @ deviation.square()).to(self._like)
-
-    @property
-    def log_det_prior_precision(self) -> Tensor:
-        """log|P0|."""
-        return self.prior_precision_diag.double().log().sum().to(self._like)
-
-    @property
-    def log_det_ratio(self) -> Tensor:
-        """log|P| - log|P0|."""
-        try:
-            ratio = self._fitted().log_det_ratio(self._scale(), self._log_precision())
-        except PrecisionLost:
-            self._fit_in_double()
-            ratio = self._fitted().log_det_ratio(self._scale(), self._log_precision())
-        return ratio.to(self._like)
-
-    @property
-    def log_det_posterior_precision(self) -> Tensor:
-        """log|P|."""
-        return self.log_det_ratio + self.log_det_prior_precision
-
-    def log_marginal_likelihood(
-        self,
-        prior_precision: float | Tensor | None = None,
-        sigma_noise: float | Tensor | None = None,
-    ) -> Tensor:
-        """log p(y | w) - 1/2 log-det ratio - 1/2 scatter, differentiable in both arguments.
-
-        Args:
-            prior_precision: takes the place of the present one.
-            sigma_noise: takes the place of the present one; for regression only.
-        """
-        self._fitted()
-        if prior_precision is not None:
-            self.prior_precision = prior_precision
-        if sigma_noise is not None:
-            if not self._regression:
-                raise MarglikError("sigma_noise can only be changed for regression")
-            self.sigma_noise = sigma_noise
-        if self._choice:
-            return self._evidence_of_block()
-        return self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter)
-
-    def _evidence_of_block(self) -> Tensor:
-        if self._block is None or not torch.equal(self._fit_at, self.mean):
-            raise MarglikError(
-                "the evidence of a block needs its data at the weights of the fit, and these are "
-                "not there any more; call fit(train_loader) again"
-            )
-        total = self._block(
-            self.prior_precision, self.sigma_noise, self.prior_mean, self.temperature
-        )
-        return total.to(self._like)
-
-    def _structured(self, precision: float, structure: str) -> Tensor:
-        lengths = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
-        length = lengths["diag" if structure == "diagonal" else structure]
-        return torch.full((cast(int, length),), precision).to(self._like)
-
-    def _negative_log_likelihood(self, *prediction: Tensor) -> Tensor:
-        *parts, y = prediction
-        if not self._regression:
-            p = parts[0]
-            if isinstance(self._likelihood, Categorical):
-                p = p.clamp_min(torch.finfo(p.dtype).tiny).log()
-            return -self._likelihood.log_prob(p, y).mean()
-        mean, variance = parts
-        if variance.dim() > mean.dim():
-            variance = variance.diagonal(dim1=1, dim2=2)
-        deviation = (variance + self.sigma_noise.detach().square()).sqrt()
-        return -torch.distributions.Normal(mean, deviation).log_prob(y.reshape(mean.shape)).mean()
-
-    # ---------------------------------------------------------------------------------- predictions
-
-    def __call__(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        joint: bool = False,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        fitting: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The predictive: class probabilities [n, C], or mean and variance of f for regression.
-
-        The variance is [n, C, C], without the noise; with `joint` the mean is [n C] and the
-        covariance [n C, n C].
-
-        Args:
-            x: inputs [n, ...].
-            pred_type: "glm" (linearised network) or "nn" (samples of the weights in the network).
-            joint: covariances between inputs, for regression.
-            link_approx: "probit", "mc", "bridge" or "bridge_norm".
-            n_samples: number of samples where there are any.
-            diagonal_output: only the variances of single outputs.
-            generator: source of samples.
-            fitting: accepted, without effect.
-        """
-        checks.one_of("pred_type", pred_type, ("glm", "nn"))
-        checks.one_of("link_approx", link_approx, LINKS)
-        if pred_type == "nn":
-            if link_approx != "mc":
-                raise MarglikError("pred_type='nn' needs link_approx='mc'")
-            samples = self.predictive_samples(x, "nn", n_samples, generator=generator)
-            return (samples.mean(0), samples.var(0)) if self._regression else samples.mean(0)
-        if self._regression:
-            return self._regression_prediction(x, joint, diagonal_output)
-        f, covariance = self._functional(x)
-        return self._linked(f, covariance, link_approx, n_samples, diagonal_output, generator)
-
-    predictive = __call__
-
-    def _regression_prediction(self, x: Any, joint: bool, diagonal: bool) -> tuple[Tensor, Tensor]:
-        f, covariance = self._functional(x, joint=joint)
-        if joint:
-            return f.flatten(), covariance
-        return f, covariance.diagonal(dim1=1, dim2=2) if diagonal else covariance
-
-    def _functional(self, x: Any, *, joint: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of the outputs, in the dtype of the network."""
-        if not self.enable_backprop:
-            x = map_inputs(lambda t: t.detach(), x)
-        with torch.set_grad_enabled(self.enable_backprop):
-            f, covariance = self._native().functional(x, joint=joint)
-        return f.to(self._like.dtype), covariance.to(self._like.dtype)
-
-    def _linked(
-        self,
-        f: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int,
-        diagonal: bool,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """Predictions from Gaussian outputs."""
-        if link == "mc":
-            samples = self._samples(f, covariance, n_samples, diagonal, generator)
-            return monte_carlo(self._likelihood, samples)
-        if link == "probit":
-            variance = covariance.diagonal(dim1=1, dim2=2).clamp_min(0).reshape(f.shape)
-            return self._likelihood.predict_probit(f, variance)
-        if not isinstance(self._likelihood, Categorical):
-            raise MarglikError(
-                "the Laplace bridge is for class probabilities; use link_approx='mc'"
-            )
-        return bridge(f, covariance, normalised=link == "bridge_norm")
-
-    def _samples(
-        self,
-        f: Tensor,
-        covariance: Tensor,
-        n_samples: int,
-        diagonal: bool,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """Samples [k, n, C] of Gaussian outputs."""
-        if diagonal:
-            covariance = torch.diag_embed(covariance.diagonal(dim1=1, dim2=2))
-        return samples_of(f, covariance, n_samples, _source(generator))
-
-    def functional_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Samples [n_samples, n, C] of the outputs.
-
-        Args:
-            x: inputs [n, ...].
-            pred_type: "glm" or "nn".
-            n_samples: number of samples.
-            diagonal_output: outputs of one input as if they were independent.
-            generator: source of the samples.
-        """
-        checks.one_of("pred_type", pred_type, ("glm", "nn"))
-        if pred_type == "nn":
-            return self._network_samples(x, n_samples, generator)
-        f, covariance = self._functional(x)
-        return self._samples(f, covariance, n_samples, diagonal_output, generator)
-
-    def predictive_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Samples [n_samples, n, C] of predictions: probabilities, or outputs of a regression.
-
-        Args:
-            x: inputs [n, ...].
-            pred_type: "glm" or "nn".
-            n_samples: number of samples.
-            diagonal_output: outputs of one input as if they were independent.
-            generator: source of the samples.
-        """
-        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
-        return torch.stack([self._likelihood.predict(f) for f in samples])
-
-    def _network_samples(self, x: Any, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """Outputs [k, n, C] of the network itself with sampled weights."""
-        samples = self._native().sample(n_samples, _source(generator))
-        x = self._native().setting.placed(x)
-        outputs = []
-        with torch.set_grad_enabled(self.enable_backprop), evaluating(self.model):
-            for k in range(n_samples):
-                weights = {name: draws[k] for name, draws in samples.items()}
-                outputs.append(functional_call(self.model, weights, (x,)))
-        return torch.stack(outputs)
-
-    def functional_variance(self, Js: Tensor) -> Tensor:
-        """J Sigma J^T [n, C, C] of Jacobians [n, C, P]."""
-        return self._native().of_jacobians(Js).to(Js.dtype)
-
-    def functional_covariance(self, Js: Tensor) -> Tensor:
-        """J Sigma J^T [n C, n C] of Jacobians [n, C, P]."""
-        return self._native().of_jacobians(Js, joint=True).to(Js.dtype)
-
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Samples [n_samples, P] of the weights.
-
-        Args:
-            n_samples: number of samples.
-            generator: source of the noise.
-        """
-        samples = self._native().sample(n_samples, _source(generator))
-        return torch.cat([draws.flatten(1) for draws in samples.values()], 1)
-
     # ---------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -662,76 +399,6 @@ class ParametricLaplace(Tuning):
             raise MarglikError(f"the state is for a {state['likelihood']} likelihood")
 
 
-class FullLaplace(ParametricLaplace):
-    """All weights with all their covariances."""
-
-    structure = "full"
-
-    def _matrix(self) -> Tensor:
-        """The covariance [P, P] in float64."""
-        size = cast(int, self.n_params)
-        eye = torch.eye(size, dtype=torch.float64, device=self._like.device)
-        return self._native().of_jacobians(eye.unsqueeze(0))[0]
-
-    @property
-    def posterior_covariance(self) -> Tensor:
-        """P^-1 [n_params, n_params]."""
-        return self._matrix().to(self._like.dtype)
-
-    @property
-    def posterior_precision(self) -> Tensor:
-        """P [n_params, n_params]."""
-        return torch.linalg.inv(self._matrix()).to(self._like.dtype)
-
-    @property
-    def posterior_scale(self) -> Tensor:
-        """A root [n_params, n_params] of the covariance."""
-        return torch.linalg.cholesky(self._matrix()).to(self._like.dtype)
-
-
-class NTKLaplace(FullLaplace):
-    """The same posterior in the space of rows, of all data or of an inducing set."""
-
-    structure = "ntk"
-
-
-class BlockDiagLaplace(ParametricLaplace):
-    """Modules as if they were independent."""
-
-    structure = "blockdiag"
-
-
-class KronLaplace(ParametricLaplace):
-    """Kronecker factors of every linear map and convolution."""
-
-    structure = "kfac"
-
-
-class DiagLaplace(ParametricLaplace):
-    """All weights as if they were independent."""
-
-    structure = "diag"
-
-    @property
-    def posterior_variance(self) -> Tensor:
-        """Of every weight [n_params]."""
-        curvature = self._fitted()
-        theta = self._log_precision().detach()
-        blocks = curvature.covariances(self._scale().detach(), theta)
-        variances = [block.variance.flatten() for block in blocks if isinstance(block, Elementwise)]
-        return torch.cat(variances).to(self._like.dtype)
-
-    @property
-    def posterior_precision(self) -> Tensor:
-        """Of every weight [n_params]."""
-        return 1 / self.posterior_variance
-
-    @property
-    def posterior_scale(self) -> Tensor:
-        """Standard deviation of every weight [n_params]."""
-        return self.posterior_variance.sqrt()
-
-
 class _Pairs:
     """A loader whose batches are pairs (x, y), also where they are mappings."""
 
@@ -774,13 +441,6 @@ def _check_ignored(backend: Any, ignored: Mapping[str, Any]) -> None:
             "from this library's own rules",
             stacklevel=4,
         )
-
-
-def _source(generator: torch.Generator | None) -> torch.Generator:
-    """A given source of noise, or a new one, seeded from the global one as laplace-torch's is."""
-    if generator is not None:
-        return generator
-    return torch.Generator().manual_seed(int(torch.randint(2**31, ())))
 
 
 def _by_group(values: Tensor, groups: Mapping[str, int | slice], sizes: dict[str, int]) -> Tensor:
