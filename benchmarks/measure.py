@@ -51,6 +51,7 @@ class Case:
     n_data: int = 0  # 0: a thousand times the subset
     chunk: int | None = None  # inputs per forward pass, None: the library's choice
     plain: bool = False  # weights of convolutions and linear maps only, all else is frozen
+    weights: str = "all"  # of a posterior, "all" or "last_layer"
 
     @property
     def inputs(self) -> int:

@@ -3,7 +3,7 @@
 Every method computes an evidence and its gradient in one log precision per weight tensor; only ours
 and torch.func also in the six affine ranges: laplace-torch gives no gradient in the augmentation.
 Equal log-determinants are equal estimators; with affine copies the draws differ. kfac-expand-N-C is
-what laplace-torch computes (its KronLaplace).
+what laplace-torch computes (its KronLaplace). `--posterior` compares fits and predictions instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import measure
+import peers_posterior
 import torch
 from measure import Case, Operation, estimate, full_batch, setup
 from torch import Tensor, nn
@@ -155,23 +156,38 @@ def main() -> None:
     )
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
     parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument(
+        "--posterior", action="store_true", help="fits and predictions beside laplace-torch"
+    )
     arguments = parser.parse_args()
-    cases = table("mininet", 100, 50, 5) + table("resnet", 50, 10, 2) + plain("resnet", 50)
     if arguments.small:
-        cases, measure.SHORT = table("mininet", 4, 2, 2), 0.0
+        measure.SHORT = 0.0
+    memory = not arguments.no_memory
+    if arguments.posterior:
+        rows = peers_posterior.table(arguments.small, arguments.only, memory)
+    else:
+        rows = evidences(arguments.small, arguments.only, memory)
+    if arguments.csv:
+        measure.write_csv(arguments.csv, rows)
+
+
+def evidences(small: bool, only: str, memory: bool) -> list[dict[str, object]]:
+    """All rows of the table of evidences, printed as they come."""
+    cases = table("mininet", 100, 50, 5) + table("resnet", 50, 10, 2) + plain("resnet", 50)
+    if small:
+        cases = table("mininet", 4, 2, 2)
     print(f"{'estimator':<52} {'method':<26} {'units':>7} {'CPU s':>7} {'MB':>6} {'log-det':>10}")
     rows = []
     for name, operation, case in cases:
-        if arguments.only not in str(case) and arguments.only not in name:
+        if only not in str(case) and only not in name:
             continue
-        row = compare(name, operation, case, not arguments.no_memory)
+        row = compare(name, operation, case, memory)
         rows.append(row)
         label = f"{row['estimator']:<52} {name:<26} "
         cost = f"{row['units']:7.2f} {row['cpu_seconds']:7.3f} {row['peak_mb']:6.0f}"
         numbers = f"{cost} {row['log_det_ratio']:10.3f}"
         print(label + (str(row["note"]) or numbers), flush=True)
-    if arguments.csv:
-        measure.write_csv(arguments.csv, rows)
+    return rows
 
 
 if __name__ == "__main__":

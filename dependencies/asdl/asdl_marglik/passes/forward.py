@@ -108,7 +108,9 @@ class Chunk:
         self.scratch = scratch or Scratch()
         self.n, self.copies = tensors_of(x)[0].shape[:2]
         recorder, outputs = self._recorded()
-        self.f = outputs.reshape(self.n, self.copies, -1).mean(1)
+        by_copy = outputs.reshape(self.n, self.copies, -1)
+        self.f = by_copy.mean(1) if self.copies > 1 else by_copy.squeeze(1)
+        self._last = outputs.grad_fn  # the operation whose output is that of the network
         self._uses = plan.matched(recorder, self.n * self.copies)
         self.differentiable = differentiate == "always" or (
             differentiate == "where needed" and not self._linear()
@@ -179,6 +181,8 @@ class Chunk:
         """The cotangents of all uses, made when first asked for, one output cotangent at a time."""
         reductions, whole = self._needed()
         needed = whole.union(index for index, *_ in reductions)
+        if needed and all(self._is_output(index) for index in needed):
+            return self._of_last_layer(reductions, whole)
         wholes: dict[int, list[Tensor]] = {}
         pieces: dict[Reduced, list[Tensor]] = {}
         for k in range(self.k):
@@ -194,6 +198,21 @@ class Chunk:
         with torch.enable_grad():
             stacked = {index: _stacked(wholes.pop(index)) for index in list(wholes)}
         return UseCotangents(stacked, {key: torch.cat(parts, 1) for key, parts in pieces.items()})
+
+    def _is_output(self, index: int) -> bool:
+        """Whether the output of a use is that of the network, one row for each input."""
+        use, layout = self._uses[index]
+        if layout is None or use.edge is None or use.edge.node is not self._last:
+            return False
+        rows = (self.n * self.copies, self.f.shape[1])
+        return layout.axis == 0 and tuple(use.shape) == rows
+
+    def _of_last_layer(self, reductions: list[Reduced], whole: set[int]) -> UseCotangents:
+        """The cotangents of such a use are those of the outputs: no backward pass is needed."""
+        of_mean = (self.output_cotangents / self.copies).unsqueeze(2)
+        g = of_mean.expand(-1, -1, self.copies, -1)
+        reduced = {key: self._reduced(*key, g) for key in reductions}
+        return UseCotangents(dict.fromkeys(whole, g), reduced)
 
     def _needed(self) -> tuple[list[Reduced], set[int]]:
         """What to reduce at once because it is smaller, and the uses whose cotangents stay."""
@@ -241,14 +260,18 @@ class Chunk:
         if not planned:
             return {}
         edges = [cast(GradientEdge, use.edge) for use, _ in planned.values()]
-        by_edge = torch.autograd.grad(
-            self.f,
-            edges,
-            cotangent,
-            retain_graph=True,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
+        by_edge: Sequence[Tensor | None]
+        if self.f.requires_grad:
+            by_edge = torch.autograd.grad(
+                self.f,
+                edges,
+                cotangent,
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        else:
+            by_edge = [None] * len(edges)
         cotangents = {}
         for (index, (use, layout)), g in zip(planned.items(), by_edge, strict=True):
             if g is None:  # the outputs do not depend on this use

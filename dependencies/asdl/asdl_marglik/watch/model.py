@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -118,13 +119,38 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     with ONE_AT_A_TIME:
         training = [(module, module.training) for module in model.modules()]
-        model.eval()
+        if not any(mode for _, mode in training):
+            training = []
+        else:
+            model.eval()
         try:
             with sdpa_kernel(SDPBackend.MATH), full_precision(model), not_compiled():
                 yield
         finally:
             for module, mode in training:
                 module.training = mode
+
+
+@contextmanager
+def constant_besides(weights: Iterable[nn.Parameter], model: nn.Module) -> Iterator[None]:
+    """Inside, the model's other parameters have no place in graphs; afterwards as they were.
+
+    What the weights are not in is then run without a graph: all of the network below a last layer.
+
+    Args:
+        weights: parameters that stay as they are.
+        model: the user's model.
+    """
+    kept = {id(w) for w in weights}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
+    with ONE_AT_A_TIME:
+        try:
+            for p in others:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for p in others:
+                p.requires_grad_(True)
 
 
 @contextmanager
@@ -284,22 +310,66 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     Args:
         tensors: of any shapes and devices.
     """
+    values = [t.detach().contiguous().flatten() for t in tensors]
+    bits = [v.view(BITS[v.element_size()]) for v in values]
+    hashes: dict[int, Tensor] = {}
+    for numbers in _together([(b.numel(), (b.dtype, b.device)) for b in bits]):
+        factors = _factors(bits[numbers[0]].device)
+        if len(numbers) == 1:
+            hashes[numbers[0]] = _hash(bits[numbers[0]], factors).cpu()
+        else:
+            several = _hashes([bits[i] for i in numbers], factors).cpu()
+            hashes |= dict(zip(numbers, several, strict=True))
+    return torch.stack([hashes[i] for i in range(len(bits))])
+
+
+def _together(kinds: list[tuple[int, tuple]]) -> list[list[int]]:
+    """Numbers of tensors that are hashed at once: of one kind, PIECE entries at most.
+
+    Args:
+        kinds: entries, and dtype and device, of every tensor.
+    """
+    groups: list[list[int]] = []
+    room = 0
+    for number, (size, kind) in enumerate(kinds):
+        if not groups or size > room or not size or kind != kinds[groups[-1][0]][1]:
+            groups.append([])
+            room = PIECE
+        groups[-1].append(number)
+        room -= size
+    return groups
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """The random factors, the same ones every time."""
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (PIECE,), generator=generator)
-    return torch.stack([_hash(t.detach(), factors.to(t.device)).cpu() for t in tensors])
+    with torch.inference_mode(False):
+        return torch.randint(-(2**62), 2**62, (PIECE,), generator=generator).to(device)
 
 
-def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
+def _folded(bits: Tensor) -> Tensor:
+    """Bits as 64-bit integers, the upper half of each folded onto the lower one.
+
+    The sign is the highest bit, of which a product modulo 2^64 would keep the parity alone.
+    """
+    wide = bits.long()
+    return wide ^ (wide >> 32)
+
+
+def _hashes(bits: list[Tensor], factors: Tensor) -> Tensor:
+    """The integers of several small tensors; each as `_hash` gives it."""
+    products = _folded(torch.cat(bits)) * torch.cat([factors[: len(b)] for b in bits])
+    ends = torch.tensor([len(b) for b in bits]).cumsum(0) - 1
+    sums = products.cumsum(0)[ends.to(products.device)]  # modulo 2^64, as differences of them
+    return torch.diff(sums, prepend=sums.new_zeros(1)) * factors[0]
+
+
+def _hash(bits: Tensor, factors: Tensor) -> Tensor:
     """The integer of one tensor: a sum over pieces, each multiplied by another factor."""
-    values = tensor.contiguous().flatten()
-    bits = values.view(BITS[values.element_size()])
     sums = []
     for piece in bits.split(PIECE):
-        wide = piece.long()
-        # The sign is the highest bit, of which a product modulo 2^64 keeps the parity alone: fold
-        # the upper half onto the lower one first.
-        folded = wide ^ (wide >> 32)
-        sums.append((folded * factors[: len(wide)]).sum())
+        sums.append((_folded(piece) * factors[: len(piece)]).sum())
     numbers = torch.arange(len(sums), device=factors.device) % PIECE
     return (torch.stack(sums) * factors[numbers]).sum()
 
@@ -344,7 +414,9 @@ def check_inputs(x: Inputs, offset: int = 0) -> None:
 
 def finite(x: Inputs) -> Tensor:
     """Whether all entries are finite, as a tensor: no device synchronisation."""
-    return torch.stack([t.isfinite().all() for t in tensors_of(x)]).all()
+    # the least and the largest entry tell, and take a fifth of the time of looking at each
+    extremes = [torch.stack(t.detach().aminmax()) if t.numel() else t for t in tensors_of(x)]
+    return torch.stack([t.isfinite().all() for t in extremes]).all()
 
 
 def check_finite(

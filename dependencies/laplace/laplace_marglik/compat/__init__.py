@@ -6,15 +6,15 @@ the whole log-likelihood, its normaliser included; the model's mode is restored;
 likelihood of this library works, and so do `hessian_structure="ntk"` and `"blockdiag"`.
 """
 
-from laplace_marglik.compat.base import (
+from laplace_marglik.compat.choose import Laplace
+from laplace_marglik.compat.predictions import ParametricLaplace
+from laplace_marglik.compat.structures import (
     BlockDiagLaplace,
     DiagLaplace,
     FullLaplace,
     KronLaplace,
     NTKLaplace,
-    ParametricLaplace,
 )
-from laplace_marglik.compat.choose import Laplace
 from laplace_marglik.compat.training import marglik_training
 
 __all__ = [

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from laplace_marglik.compat.base import (
+from laplace_marglik.compat.predictions import ParametricLaplace
+from laplace_marglik.compat.structures import (
     BlockDiagLaplace,
     DiagLaplace,
     FullLaplace,
     KronLaplace,
     NTKLaplace,
-    ParametricLaplace,
 )
 from laplace_marglik.errors import MarglikError
 

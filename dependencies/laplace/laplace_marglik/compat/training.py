@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from asdl_marglik import trainable
 from laplace_marglik import checks
-from laplace_marglik.compat.base import ParametricLaplace
 from laplace_marglik.compat.choose import Laplace
 from laplace_marglik.compat.hyperparameters import spread
+from laplace_marglik.compat.predictions import ParametricLaplace
 from laplace_marglik.compat.tuning import STRUCTURES
 
 
@@ -165,6 +165,10 @@ def marglik_training(
     enable_backprop: bool = False,
     dict_key_x: str = "input_ids",
     dict_key_y: str = "labels",
+    *,
+    subset: int | None = None,
+    outputs: int | None = None,
+    root: Any = None,
 ) -> tuple[ParametricLaplace, nn.Module, list[float], list[float]]:
     """Train a network and learn its prior precision and noise; (la, model, margliks, losses).
 
@@ -192,27 +196,31 @@ def marglik_training(
         enable_backprop: of the approximation that is returned.
         dict_key_x: as in `Laplace`.
         dict_key_y: as in `Laplace`.
+        subset: data points of the evidence's block, which is drawn anew every time.
+        outputs: root columns of that block.
+        root: of the likelihood's curvature in it.
     """
     checks.one_of("likelihood", str(likelihood), ("classification", "regression"))
     checks.one_of("prior_structure", prior_structure, STRUCTURES)
-    optimizer_kwargs = dict(optimizer_kwargs or {})
-    if optimizer_kwargs.get("weight_decay"):
-        warnings.warn(
-            "the prior is the weight decay; that of the optimiser is set to 0", stacklevel=2
-        )
-        optimizer_kwargs["weight_decay"] = 0.0
     run = _Training(
         model,
         train_loader,
         likelihood,
-        {"hessian_structure": hessian_structure, "backend": backend, "dict_key_y": dict_key_y},
+        {
+            "hessian_structure": hessian_structure,
+            "backend": backend,
+            "dict_key_y": dict_key_y,
+            "subset": subset,
+            "outputs": outputs,
+            "root": root,
+        },
         _initial(model, temperature * prior_prec_init, prior_structure),
         _noise(model, sigma_noise_init, learned=likelihood == "regression" and not fix_sigma_noise),
         sigma=sigma_noise_init if likelihood == "regression" else 1.0,
         temperature=temperature,
         key=dict_key_y,
     )
-    optimiser = optimizer_cls(model.parameters(), **optimizer_kwargs)
+    optimiser = optimizer_cls(model.parameters(), **_without_decay(optimizer_kwargs))
     scheduler = scheduler_cls and scheduler_cls(optimiser, **(scheduler_kwargs or {}))
     learned = [run.log_precision, *([] if run.log_sigma is None else [run.log_sigma])]
     hyper_optimiser = torch.optim.Adam(learned, lr=lr_hyp)
@@ -221,6 +229,17 @@ def marglik_training(
         if epoch % marglik_frequency == 0 and epoch >= n_epochs_burnin:
             run.learn(hyper_optimiser, n_hypersteps)
     return run.result(enable_backprop=enable_backprop), model, run.margliks, run.losses
+
+
+def _without_decay(options: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of an optimiser without weight decay, which is the prior's."""
+    options = dict(options or {})
+    if options.get("weight_decay"):
+        warnings.warn(
+            "the prior is the weight decay; that of the optimiser is set to 0", stacklevel=3
+        )
+        options["weight_decay"] = 0.0
+    return options
 
 
 def _initial(model: nn.Module, precision: float, structure: str) -> Tensor:

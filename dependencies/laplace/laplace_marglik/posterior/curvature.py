@@ -22,6 +22,7 @@ from asdl_marglik import (
     Batch,
     Budget,
     Groups,
+    Network,
     Passes,
     Plan,
     PlanChanged,
@@ -32,6 +33,8 @@ from asdl_marglik import (
     Term,
     augmented,
     check_weights,
+    constant_besides,
+    copied,
     evaluating,
     full_precision,
     make_plan,
@@ -49,6 +52,7 @@ from asdl_marglik.curvature.kron import EXACT_SIDE, Kron
 from asdl_marglik.curvature.term import inverse_precision
 from asdl_marglik.linalg import gram_in_double
 from asdl_marglik.watch.model import check_inputs
+from asdl_marglik.watch.record import Recorder, Use
 from laplace_marglik import checks
 from laplace_marglik.batches import pairs
 from laplace_marglik.errors import MarglikError
@@ -131,6 +135,14 @@ class Setting:
         """Where the rows of each weight come from, for inputs such as x."""
         with evaluating(self.model), seeded(0, self.device):
             return make_plan(self.model, self.weights, map_inputs(lambda t: t.detach(), x))
+
+    def uses_of_weights(self, x: Any) -> list[Use]:
+        """Operations with weights among their arguments, in the order in which the model runs."""
+        first = map_inputs(lambda t: t[:2].detach(), self.placed(x))
+        watch = Recorder(self.weights)
+        with evaluating(self.model), seeded(0, self.device), torch.enable_grad(), watch as recorder:
+            Network.of(self.model)(copied(first))
+        return recorder.uses
 
     def copies(self, x: Any) -> int:
         """Augmented copies A of each datum."""
@@ -432,7 +444,8 @@ class RowsOfRoot:
 def _first(passes: Passes) -> tuple[Tensor, list[list[Tensor]]]:
     """Outputs [N, C] and the statistics of each part."""
     none = torch.zeros(1, dtype=torch.float64)
-    f, *flat = passes.first(none, keep=False, again=False)
+    with constant_besides(passes.plan.weights.values(), passes.plan.model):
+        f, *flat = passes.first(none, keep=False, again=False)
     return f, passes.split(flat)
 
 

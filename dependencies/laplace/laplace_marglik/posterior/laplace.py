@@ -28,6 +28,7 @@ from asdl_marglik import (
     augmented,
     check_finite,
     checksum,
+    constant_besides,
     evaluating,
     map_inputs,
     seeded,
@@ -261,7 +262,14 @@ class LaplacePosterior:
     ) -> Iterator[Chunk]:
         """Passes over the inputs with a cotangent for every output, as many as fit at a time."""
         model = self.setting.model
-        with ONE_AT_A_TIME, evaluating(model), seeded(self.setting.seed, self.setting.device):
+        # with a graph, parameters may be differentiated in, too
+        leaves = model.parameters() if graph else self.setting.weights.values()
+        with (
+            ONE_AT_A_TIME,
+            evaluating(model),
+            constant_besides(leaves, model),
+            seeded(self.setting.seed, self.setting.device),
+        ):
             copies = self._copies(x, graph=graph)
             n, step = len(tensors_of(x)[0]), self._inputs_at_once(copies, covariances)
             known: list[Tensor] = []

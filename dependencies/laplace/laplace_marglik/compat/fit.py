@@ -1,4 +1,4 @@
-"""laplace-torch's classes: fit, evidence, predictions and samples of a Laplace approximation."""
+"""What laplace-torch's classes are made of: weights, hyperparameters, a fit and its state."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from asdl_marglik import Budget, PrecisionLost, evaluating, map_inputs, trainable
+from asdl_marglik import Budget, PrecisionLost, trainable
 from laplace_marglik import checks
 from laplace_marglik.batches import pair_of
+from laplace_marglik.compat.block_evidence import BlockChoice, BlockEvidence, Drawing
 from laplace_marglik.compat.hyperparameters import (
     groups_for,
     mean_tensor,
@@ -23,19 +23,13 @@ from laplace_marglik.compat.hyperparameters import (
     precision_tensor,
     spread,
 )
-from laplace_marglik.compat.tuning import Tuning
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.likelihood import Categorical, Gaussian, Likelihood, likelihood_for
+from laplace_marglik.likelihood import Gaussian, Likelihood, likelihood_for
 from laplace_marglik.posterior.curvature import Curvature, Setting, curvature_of, random_weights
-from laplace_marglik.posterior.elementwise import Elementwise
 from laplace_marglik.posterior.laplace import LaplacePosterior
-from laplace_marglik.posterior.link import bridge, samples_of
-from laplace_marglik.posterior.sampled.predictive import monte_carlo
-
-LINKS = ("probit", "mc", "bridge", "bridge_norm")
 
 
-class ParametricLaplace(Tuning):
+class Fit:
     """A Laplace approximation of the posterior of a network's weights.
 
     Args:
@@ -56,6 +50,10 @@ class ParametricLaplace(Tuning):
         augment: module or function x [n, ...] -> [n, A, ...]; outputs are averaged over the copies.
         memory_budget: bytes that a fit or a prediction may take.
         kfac: weight-sharing setting of KFAC, "expand" | "reduce".
+        subset: data points of a random block, drawn in `fit`, from which the evidence is then
+            estimated; predictions, and single terms of the evidence, are those of all data.
+        outputs: root columns of that block; None for all.
+        root: of the likelihood's curvature in that block, as in `MarginalLikelihood`.
         ignored: `backend_kwargs` and other arguments of laplace-torch's backends.
     """
 
@@ -80,6 +78,9 @@ class ParametricLaplace(Tuning):
         augment: Any = None,
         memory_budget: float | None = None,
         kfac: Any = "expand",
+        subset: int | None = None,
+        outputs: int | None = None,
+        root: Any = None,
         **ignored: Any,
     ):
         _check_ignored(backend, ignored)
@@ -93,6 +94,8 @@ class ParametricLaplace(Tuning):
         self._last_layer_name = last_layer_name
         self._subset = subset_of_weights
         self._inducing, self._kfac = inducing, kfac
+        self._choice = BlockChoice(subset, outputs, root)
+        self._block: BlockEvidence | None = None
         self._augment = checks.as_module(augment)
         self._budget = memory_budget
         self._likelihood = _likelihood(likelihood)
@@ -174,6 +177,8 @@ class ParametricLaplace(Tuning):
     def prior_mean(self, value: float | Tensor) -> None:
         self._prior_mean = mean_tensor(value, self.n_params, self._like)
         self._posterior = None
+        if self._block is not None:
+            self._block.forget()
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -210,12 +215,36 @@ class ParametricLaplace(Tuning):
         if self._weights is None:
             self._find_last_layer(self._loader)
         self._fit_at = self.mean
-        self._take(self._curvature_of(self._loader, double=False))
+        self._block = None
+        if not self._choice:
+            self._take(self._curvature_of(self._loader, double=False))
+            return
+        seed = int(torch.randint(2**31, ()))
+        drawing = Drawing(self._loader, self._choice.subset, seed)
+        self._take(self._curvature_of(self._loader, double=False, batches=drawing))
+        self._block = self._block_of(drawing)
 
-    def _curvature_of(self, loader: _Pairs, *, double: bool) -> Curvature:
+    def _block_of(self, drawing: Drawing) -> BlockEvidence:
+        """The evidence of the data points that a fit has drawn."""
+        return BlockEvidence(
+            self.model,
+            self._random(),
+            self._scaled_likelihood(),
+            drawing,
+            self._choice,
+            structure=self.structure,
+            augment=self._augment,
+            kfac=self._kfac,
+            memory_budget=self._budget,
+        )
+
+    def _curvature_of(
+        self, loader: _Pairs, *, double: bool, batches: Drawing | None = None
+    ) -> Curvature:
         data = getattr(loader.loader, "dataset", None)
         setting = self._setting(None if data is None else len(data))
-        return curvature_of(setting, loader, self._scale(), self._log_precision(), double=double)
+        read = loader if batches is None else batches
+        return curvature_of(setting, read, self._scale(), self._log_precision(), double=double)
 
     def _fit_in_double(self) -> None:
         """The same with sums in float64, which the prior of now needs."""
@@ -237,14 +266,13 @@ class ParametricLaplace(Tuning):
         """The module whose parameters the model uses last."""
         x, _ = next(iter(loader))
         weights = trainable(self.model)
-        everything = replace(self._setting(None, weights), weights=weights)
-        plan = everything.planned(everything.placed(x))
-        if not plan.signature:
+        uses = self._setting(None, weights).uses_of_weights(x)
+        if not uses:
             raise MarglikError(
                 "the last layer could not be found; name it with last_layer_name= or choose "
                 "weights by patterns, subset_of_weights=['head.*']"
             )
-        name = plan.signature[-1][1][0][1]
+        name = next(iter(uses[-1].names.values()))
         self._last_layer_name = name.rpartition(".")[0]
         self._weights = self._chosen(weights) if self._last_layer_name else {name: weights[name]}
         self.prior_precision = self._prior_precision
@@ -317,249 +345,6 @@ class ParametricLaplace(Tuning):
     def _deviation(self) -> Tensor:
         return self.mean.double() - self.prior_mean.double()
 
-    # ------------------------------------------------------------------------------------- evidence
-
-    @property
-    def log_likelihood(self) -> Tensor:
-        """log p(y | w) / tau of the training data, differentiable in the noise."""
-        curvature = self._fitted()
-        if not self._regression:
-            total = self._scaled_likelihood().tempered_log_prob(curvature.f, curvature.y).sum()
-            return total.detach().to(self._like)
-        f = curvature.f
-        squares = (curvature.y.reshape(f.shape) - f).square().sum()
-        sigma = self.sigma_noise.double()
-        normaliser = f.numel() * torch.log(sigma * math.sqrt(2 * math.pi))
-        total = -0.5 * squares / sigma.square() - normaliser
-        return (total / self.temperature).to(self._like)
-
-    @property
-    def scatter(self) -> Tensor:
-        """(w - mean)^T P0 (w - mean)."""
-        deviation = self._deviation()
-        return (self.prior_precision_diag.double() @ deviation.square()).to(self._like)
-
-    @property
-    def log_det_prior_precision(self) -> Tensor:
-        """log|P0|."""
-        return self.prior_precision_diag.double().log().sum().to(self._like)
-
-    @property
-    def log_det_ratio(self) -> Tensor:
-        """log|P| - log|P0|."""
-        try:
-            ratio = self._fitted().log_det_ratio(self._scale(), self._log_precision())
-        except PrecisionLost:
-            self._fit_in_double()
-            ratio = self._fitted().log_det_ratio(self._scale(), self._log_precision())
-        return ratio.to(self._like)
-
-    @property
-    def log_det_posterior_precision(self) -> Tensor:
-        """log|P|."""
-        return self.log_det_ratio + self.log_det_prior_precision
-
-    def log_marginal_likelihood(
-        self,
-        prior_precision: float | Tensor | None = None,
-        sigma_noise: float | Tensor | None = None,
-    ) -> Tensor:
-        """log p(y | w) - 1/2 log-det ratio - 1/2 scatter, differentiable in both arguments.
-
-        Args:
-            prior_precision: takes the place of the present one.
-            sigma_noise: takes the place of the present one; for regression only.
-        """
-        self._fitted()
-        if prior_precision is not None:
-            self.prior_precision = prior_precision
-        if sigma_noise is not None:
-            if not self._regression:
-                raise MarglikError("sigma_noise can only be changed for regression")
-            self.sigma_noise = sigma_noise
-        return self.log_likelihood - 0.5 * (self.log_det_ratio + self.scatter)
-
-    def _structured(self, precision: float, structure: str) -> Tensor:
-        lengths = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
-        length = lengths["diag" if structure == "diagonal" else structure]
-        return torch.full((cast(int, length),), precision).to(self._like)
-
-    def _negative_log_likelihood(self, *prediction: Tensor) -> Tensor:
-        *parts, y = prediction
-        if not self._regression:
-            p = parts[0]
-            if isinstance(self._likelihood, Categorical):
-                p = p.clamp_min(torch.finfo(p.dtype).tiny).log()
-            return -self._likelihood.log_prob(p, y).mean()
-        mean, variance = parts
-        if variance.dim() > mean.dim():
-            variance = variance.diagonal(dim1=1, dim2=2)
-        deviation = (variance + self.sigma_noise.detach().square()).sqrt()
-        return -torch.distributions.Normal(mean, deviation).log_prob(y.reshape(mean.shape)).mean()
-
-    # ---------------------------------------------------------------------------------- predictions
-
-    def __call__(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        joint: bool = False,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        fitting: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The predictive: class probabilities [n, C], or mean and variance of f for regression.
-
-        The variance is [n, C, C], without the noise; with `joint` the mean is [n C] and the
-        covariance [n C, n C].
-
-        Args:
-            x: inputs [n, ...].
-            pred_type: "glm" (linearised network) or "nn" (samples of the weights in the network).
-            joint: covariances between inputs, for regression.
-            link_approx: "probit", "mc", "bridge" or "bridge_norm".
-            n_samples: number of samples where there are any.
-            diagonal_output: only the variances of single outputs.
-            generator: source of samples.
-            fitting: accepted, without effect.
-        """
-        checks.one_of("pred_type", pred_type, ("glm", "nn"))
-        checks.one_of("link_approx", link_approx, LINKS)
-        if pred_type == "nn":
-            if link_approx != "mc":
-                raise MarglikError("pred_type='nn' needs link_approx='mc'")
-            samples = self.predictive_samples(x, "nn", n_samples, generator=generator)
-            return (samples.mean(0), samples.var(0)) if self._regression else samples.mean(0)
-        if self._regression:
-            return self._regression_prediction(x, joint, diagonal_output)
-        f, covariance = self._functional(x)
-        return self._linked(f, covariance, link_approx, n_samples, diagonal_output, generator)
-
-    predictive = __call__
-
-    def _regression_prediction(self, x: Any, joint: bool, diagonal: bool) -> tuple[Tensor, Tensor]:
-        f, covariance = self._functional(x, joint=joint)
-        if joint:
-            return f.flatten(), covariance
-        return f, covariance.diagonal(dim1=1, dim2=2) if diagonal else covariance
-
-    def _functional(self, x: Any, *, joint: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of the outputs, in the dtype of the network."""
-        if not self.enable_backprop:
-            x = map_inputs(lambda t: t.detach(), x)
-        with torch.set_grad_enabled(self.enable_backprop):
-            f, covariance = self._native().functional(x, joint=joint)
-        return f.to(self._like.dtype), covariance.to(self._like.dtype)
-
-    def _linked(
-        self,
-        f: Tensor,
-        covariance: Tensor,
-        link: str,
-        n_samples: int,
-        diagonal: bool,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """Predictions from Gaussian outputs."""
-        if link == "mc":
-            samples = self._samples(f, covariance, n_samples, diagonal, generator)
-            return monte_carlo(self._likelihood, samples)
-        if link == "probit":
-            variance = covariance.diagonal(dim1=1, dim2=2).clamp_min(0).reshape(f.shape)
-            return self._likelihood.predict_probit(f, variance)
-        if not isinstance(self._likelihood, Categorical):
-            raise MarglikError(
-                "the Laplace bridge is for class probabilities; use link_approx='mc'"
-            )
-        return bridge(f, covariance, normalised=link == "bridge_norm")
-
-    def _samples(
-        self,
-        f: Tensor,
-        covariance: Tensor,
-        n_samples: int,
-        diagonal: bool,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """Samples [k, n, C] of Gaussian outputs."""
-        if diagonal:
-            covariance = torch.diag_embed(covariance.diagonal(dim1=1, dim2=2))
-        return samples_of(f, covariance, n_samples, _source(generator))
-
-    def functional_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Samples [n_samples, n, C] of the outputs.
-
-        Args:
-            x: inputs [n, ...].
-            pred_type: "glm" or "nn".
-            n_samples: number of samples.
-            diagonal_output: outputs of one input as if they were independent.
-            generator: source of the samples.
-        """
-        checks.one_of("pred_type", pred_type, ("glm", "nn"))
-        if pred_type == "nn":
-            return self._network_samples(x, n_samples, generator)
-        f, covariance = self._functional(x)
-        return self._samples(f, covariance, n_samples, diagonal_output, generator)
-
-    def predictive_samples(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Samples [n_samples, n, C] of predictions: probabilities, or outputs of a regression.
-
-        Args:
-            x: inputs [n, ...].
-            pred_type: "glm" or "nn".
-            n_samples: number of samples.
-            diagonal_output: outputs of one input as if they were independent.
-            generator: source of the samples.
-        """
-        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
-        return torch.stack([self._likelihood.predict(f) for f in samples])
-
-    def _network_samples(self, x: Any, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """Outputs [k, n, C] of the network itself with sampled weights."""
-        samples = self._native().sample(n_samples, _source(generator))
-        x = self._native().setting.placed(x)
-        outputs = []
-        with torch.set_grad_enabled(self.enable_backprop), evaluating(self.model):
-            for k in range(n_samples):
-                weights = {name: draws[k] for name, draws in samples.items()}
-                outputs.append(functional_call(self.model, weights, (x,)))
-        return torch.stack(outputs)
-
-    def functional_variance(self, Js: Tensor) -> Tensor:
-        """J Sigma J^T [n, C, C] of Jacobians [n, C, P]."""
-        return self._native().of_jacobians(Js).to(Js.dtype)
-
-    def functional_covariance(self, Js: Tensor) -> Tensor:
-        """J Sigma J^T [n C, n C] of Jacobians [n, C, P]."""
-        return self._native().of_jacobians(Js, joint=True).to(Js.dtype)
-
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Samples [n_samples, P] of the weights.
-
-        Args:
-            n_samples: number of samples.
-            generator: source of the noise.
-        """
-        samples = self._native().sample(n_samples, _source(generator))
-        return torch.cat([draws.flatten(1) for draws in samples.values()], 1)
-
     # ---------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -592,7 +377,7 @@ class ParametricLaplace(Tuning):
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, state_dict[name])
         state = state_dict["curvature"]
-        self._loader = None
+        self._loader, self._block = None, None
         self._take(Curvature.from_state(self._setting(state["n_data"]), state))
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -612,76 +397,6 @@ class ParametricLaplace(Tuning):
             )
         if state["likelihood"] != type(self._likelihood).__name__:
             raise MarglikError(f"the state is for a {state['likelihood']} likelihood")
-
-
-class FullLaplace(ParametricLaplace):
-    """All weights with all their covariances."""
-
-    structure = "full"
-
-    def _matrix(self) -> Tensor:
-        """The covariance [P, P] in float64."""
-        size = cast(int, self.n_params)
-        eye = torch.eye(size, dtype=torch.float64, device=self._like.device)
-        return self._native().of_jacobians(eye.unsqueeze(0))[0]
-
-    @property
-    def posterior_covariance(self) -> Tensor:
-        """P^-1 [n_params, n_params]."""
-        return self._matrix().to(self._like.dtype)
-
-    @property
-    def posterior_precision(self) -> Tensor:
-        """P [n_params, n_params]."""
-        return torch.linalg.inv(self._matrix()).to(self._like.dtype)
-
-    @property
-    def posterior_scale(self) -> Tensor:
-        """A root [n_params, n_params] of the covariance."""
-        return torch.linalg.cholesky(self._matrix()).to(self._like.dtype)
-
-
-class NTKLaplace(FullLaplace):
-    """The same posterior in the space of rows, of all data or of an inducing set."""
-
-    structure = "ntk"
-
-
-class BlockDiagLaplace(ParametricLaplace):
-    """Modules as if they were independent."""
-
-    structure = "blockdiag"
-
-
-class KronLaplace(ParametricLaplace):
-    """Kronecker factors of every linear map and convolution."""
-
-    structure = "kfac"
-
-
-class DiagLaplace(ParametricLaplace):
-    """All weights as if they were independent."""
-
-    structure = "diag"
-
-    @property
-    def posterior_variance(self) -> Tensor:
-        """Of every weight [n_params]."""
-        curvature = self._fitted()
-        theta = self._log_precision().detach()
-        blocks = curvature.covariances(self._scale().detach(), theta)
-        variances = [block.variance.flatten() for block in blocks if isinstance(block, Elementwise)]
-        return torch.cat(variances).to(self._like.dtype)
-
-    @property
-    def posterior_precision(self) -> Tensor:
-        """Of every weight [n_params]."""
-        return 1 / self.posterior_variance
-
-    @property
-    def posterior_scale(self) -> Tensor:
-        """Standard deviation of every weight [n_params]."""
-        return self.posterior_variance.sqrt()
 
 
 class _Pairs:
@@ -726,13 +441,6 @@ def _check_ignored(backend: Any, ignored: Mapping[str, Any]) -> None:
             "from this library's own rules",
             stacklevel=4,
         )
-
-
-def _source(generator: torch.Generator | None) -> torch.Generator:
-    """A given source of noise, or a new one, seeded from the global one as laplace-torch's is."""
-    if generator is not None:
-        return generator
-    return torch.Generator().manual_seed(int(torch.randint(2**31, ())))
 
 
 def _by_group(values: Tensor, groups: Mapping[str, int | slice], sizes: dict[str, int]) -> Tensor:
