@@ -74,3 +74,16 @@ def test_weights_and_hyperparameters_share_the_parameters_that_are_learned():
     assert list(trainable(model, ["0.b*"])) == ["0.weight", "2.weight"]
     assert list(hyperparameters_in(model, ["0.b*"])) == ["0.bias"]
     assert matches("0.bias", ["*weight", "0.*"]) and not matches("2.bias", ["0.*"])
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (5, 70_000, 1), (2, 2, 2)])
+def test_a_checksum_sees_a_change_of_any_tensor(sizes):
+    """Small tensors are summed together; empty ones and large ones stand alone."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator) for size in sizes]
+    before = checksum(tensors)
+    for number, tensor in enumerate(tensors):
+        for entry in {0, len(tensor) - 1} if len(tensor) else ():
+            changed = [t.clone() for t in tensors]
+            changed[number][entry] = -changed[number][entry]
+            assert (checksum(changed) != before).nonzero().flatten().tolist() == [number]

@@ -334,7 +334,7 @@ def _together(kinds: list[tuple[int, tuple]]) -> list[list[int]]:
     for number, (size, kind) in enumerate(kinds):
         if not groups or size > room or not size or kind != kinds[groups[-1][0]][1]:
             groups.append([])
-            room = PIECE
+            room = PIECE if size else 0  # nothing joins an empty one
         groups[-1].append(number)
         room -= size
     return groups
