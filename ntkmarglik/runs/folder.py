@@ -27,7 +27,7 @@ class RunFolder:
     """`config.yaml`, `metrics.jsonl`, `summary.json` and `checkpoint.pt` of one run.
 
     A full disk is reported and does not stop the run: what is kept in memory is written once there
-    is room again.
+    is room again, and what is missing at the end is in `unwritten`.
 
     resume: take over the folder of an interrupted run and its lines up to `epoch`, those before its
     checkpoint. unit: the name of what lines count, where it is not epochs.
@@ -52,6 +52,7 @@ class RunFolder:
         self._lock = FolderLock(path)
         _remove_partial_files(path)
         self._warned: set[str] = set()
+        self.unwritten: set[str] = set()  # files whose last content found no room
         self.epochs: list[Metrics] = []
         if resume:
             self.epochs = [line for line in read_metrics(path) if line[unit] <= epoch]
@@ -103,7 +104,9 @@ class RunFolder:
                     file=sys.stderr,
                 )
             self._warned.add(name)
+            self.unwritten.add(name)
             return False
+        self.unwritten.discard(name)
         return True
 
 
@@ -111,6 +114,7 @@ class NoFolder:
     """The run folder of a rank that is not the first: its methods do nothing."""
 
     epochs: list[Metrics] = []
+    unwritten: frozenset[str] = frozenset()
 
     def log(self, metrics: Metrics) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,8 @@ from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.settings import Settings
 
 CHECKPOINT = "checkpoint.pt"
+
+UNWRITTEN = "unwritten_files"  # in the summary of a run: what found no room on the disk
 
 
 class Progress(Protocol):
@@ -104,7 +106,20 @@ def resumable_run(
         folder.finish(summary)
     finally:
         folder.close(summary)
+    if folder.unwritten:
+        summary = {**summary, UNWRITTEN: sorted(folder.unwritten)}
     return folder.epochs, summary
+
+
+def check_written(summaries: Iterable[Metrics], path: Path) -> None:
+    """An error, after everything is shown, if files of a finished run could not be written."""
+    missing = sorted({name for summary in summaries for name in summary.get(UNWRITTEN, ())})
+    if missing:
+        raise NtkMarglikError(
+            f"The run is finished, but {', '.join(missing)} in {path} could not be written. Make "
+            f"room, then the same command with --resume --out {path} goes on from its last "
+            "checkpoint."
+        )
 
 
 @contextlib.contextmanager

@@ -351,7 +351,8 @@ def test_a_full_disk_costs_files_but_not_the_result(tmp_path):
         cwd=ROOT,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert "checkpoint.pt, config.yaml, metrics.jsonl, summary.json" in done.stderr.splitlines()[-1]
     assert "test accuracy" in done.stdout and "MAP baseline" in done.stdout
     for name in ("checkpoint.pt", "metrics.jsonl", "summary.json", "figure.png"):
         assert done.stderr.count(str(tmp_path / "run" / name)) == 1  # said once

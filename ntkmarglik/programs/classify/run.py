@@ -23,7 +23,7 @@ from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.runs import report
 from ntkmarglik.runs.folder import folder_of, name_of
 from ntkmarglik.runs.loggers import Metrics
-from ntkmarglik.runs.resumable import how_to_continue, resumable_run
+from ntkmarglik.runs.resumable import check_written, how_to_continue, resumable_run
 from ntkmarglik.runs.summary import summarise
 
 # added to the seed (of which torch uses 32 bits): blocks are drawn independently of batches
@@ -55,6 +55,7 @@ def run(config: Config) -> report.Runs:
                 runs = _runs(problem, method, path)
             if rank() == 0:
                 _show(runs, problem, path)
+                check_written((summary for _, summary in runs.values()), path)
     return runs
 
 

@@ -27,7 +27,7 @@ from ntkmarglik.programs.finetune.scores import evaluated
 from ntkmarglik.programs.finetune.transfer import Transfer
 from ntkmarglik.runs.folder import folder_named
 from ntkmarglik.runs.loggers import Metrics
-from ntkmarglik.runs.resumable import how_to_continue, resumable_run
+from ntkmarglik.runs.resumable import check_written, how_to_continue, resumable_run
 from ntkmarglik.runs.summary import commit
 from ntkmarglik.settings import check_numbers
 
@@ -63,6 +63,7 @@ def run(config: FinetuneConfig) -> Metrics:
         model.save(path / "model")
         prepare.processor.save_pretrained(path / "model")
     print(f"run folder: {path}")
+    check_written([summary], path)
     return summary
 
 
