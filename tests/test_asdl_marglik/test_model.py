@@ -5,7 +5,16 @@ import torch
 from small_networks import mlp, randn
 from torch import nn
 
-from asdl_marglik import checksum, evaluating, map_inputs, matches, seeded, taken, trainable
+from asdl_marglik import (
+    checksum,
+    constant_besides,
+    evaluating,
+    map_inputs,
+    matches,
+    seeded,
+    taken,
+    trainable,
+)
 from asdl_marglik.watch.model import fingerprint, hyperparameters_in
 
 pytestmark = pytest.mark.quick
@@ -87,3 +96,27 @@ def test_a_checksum_sees_a_change_of_any_tensor(sizes):
             changed = [t.clone() for t in tensors]
             changed[number][entry] = -changed[number][entry]
             assert (checksum(changed) != before).nonzero().flatten().tolist() == [number]
+
+
+def test_checksums_of_many_tensors_are_those_of_each_alone():
+    sizes = (12, 70_000, 5, 1, 60_000, 60_000, 0, 200_000)
+    tensors = [torch.randn(n) for n in sizes] + [torch.randn(3).double(), torch.randn(4, 6).t()]
+    alone = torch.cat([checksum([t]) for t in tensors])
+    assert torch.equal(checksum(tensors), alone)
+
+
+def test_other_parameters_are_constant_inside_only():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].bias.requires_grad_(False)
+    before = [p.requires_grad for p in model.parameters()]
+    seen = []
+
+    def fail():
+        with constant_besides(model[1].parameters(), model):
+            seen.extend(p.requires_grad for p in model.parameters())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert seen == [False, False, True, True]
+    assert [p.requires_grad for p in model.parameters()] == before

@@ -81,6 +81,43 @@ def test_a_peer_that_fails_says_why():
     assert math.isnan(row["units"])
 
 
+def test_posteriors_are_compared_with_those_of_laplace_torch(tmp_path):
+    target = tmp_path / "posterior.csv"
+    run("benchmarks/peers.py", "--posterior", "--small", "--no-memory", "--csv", target)
+    rows = read(target)
+    assert [row["operation"] for row in rows] == ["fit", "predict"]
+    for row in rows:
+        assert float(row["ours_seconds"]) > 0 and row["ours_note"] == ""
+        assert row["theirs_note"] or float(row["theirs_seconds"]) > 0
+
+
+def test_a_posterior_that_takes_too_long_is_measured_on_fewer_data(monkeypatch):
+    import peers_posterior
+
+    monkeypatch.setattr(peers_posterior, "LIMIT", 1e-6)
+    monkeypatch.setattr(peers_posterior, "FEWEST", 2)
+    monkeypatch.setitem(peers_posterior.OPERATIONS, "fit", (peers_posterior.fit_ours, _broken))
+    row = peers_posterior.compare("fit", peers_posterior._case("mininet", 8), memory=False)
+    assert row["ours_note"] == "2 of 8 data points, scaled" and row["ours_seconds"] > 0
+    assert row["theirs_note"] == "NotImplementedError: no such layer"
+
+
+def _broken(case):
+    raise NotImplementedError("no such layer")
+
+
+def test_the_committed_posterior_table_has_every_row():
+    import peers_posterior
+
+    found = read(ROOT / "illustrations/data/peers_posterior.csv")
+    known = [
+        (case.model, case.weights, peers_posterior.STRUCTURES[case.structure], name)
+        for name, case in peers_posterior.cases(small=False)
+    ]
+    keys = ("model", "weights", "structure", "operation")
+    assert [tuple(row[key] for key in keys) for row in found] == known
+
+
 def test_prior_steps_and_streamed_data_have_rows():
     step, several = estimators.cached(Case("mininet", "ntk", 4), memory=False)
     assert (step.unit, step.target_units, several.unit) == ("ms", 1.5, "pass over the block")

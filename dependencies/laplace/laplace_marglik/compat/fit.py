@@ -211,6 +211,8 @@ class Fit:
                 "override=False, which adds to the curvature of an earlier fit, is not offered; "
                 "fit all data together"
             )
+        if isinstance(train_loader, Iterator):  # a look at its first batch would lose it
+            train_loader = list(train_loader)
         self._loader = _Pairs(train_loader, self.dict_key_y)
         if self._weights is None:
             self._find_last_layer(self._loader)
