@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from laplace_marglik.checks import positive_integer
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.integrations.rounds import EpochRounds, logged
-from laplace_marglik.learner import EvidenceLearner, Round
+from laplace_marglik.integrations.rounds import LearnerRounds, logged
+from laplace_marglik.learner import Round
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,36 +21,15 @@ except ImportError as error:
     ) from error
 
 
-class EvidenceCallback(Callback):
+class EvidenceCallback(LearnerRounds, Callback):
     """Learned weight decay in every step, a round of the learner after every epoch.
 
     `training_step` returns the loss of the data alone, `ml.data_loss(f, y)`. The state of the
     learner is part of Lightning's own checkpoints, from which `fit(..., ckpt_path=...)` continues
-    bit for bit.
-
-    Args:
-        learner: of the module, or of a network inside it.
-        every_steps: optimiser steps from round to round; None for epochs.
-        decoupled: as in `EvidenceLearner.attach`.
-        also_decays: as in `EvidenceLearner.attach`.
+    bit for bit. Arguments are of `LearnerRounds`.
     """
 
-    def __init__(
-        self,
-        learner: EvidenceLearner,
-        *,
-        every_steps: int | None = None,
-        decoupled: bool = False,
-        also_decays: bool = False,
-    ):
-        if every_steps is not None:
-            positive_integer("every_steps", every_steps)
-        self.learner = learner
-        self.every_steps = every_steps
-        self.decoupled = decoupled
-        self.also_decays = also_decays
-        self._rounds = EpochRounds(learner)
-        self._steps = 0  # at the last round, with every_steps
+    _steps = 0  # at the last round, with every_steps
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.learner.detach()  # of a training that was interrupted
@@ -60,9 +38,7 @@ class EvidenceCallback(Callback):
         for optimizer in trainer.optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             if any(id(p) in weights for p in parameters):
-                self.learner.attach(
-                    optimizer, decoupled=self.decoupled, also_decays=self.also_decays
-                )
+                self._attach(optimizer)
                 attached = True
         if not attached:
             raise MarglikError(
@@ -71,12 +47,10 @@ class EvidenceCallback(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.every_steps is None:
-            self._report(pl_module, self._rounds.complete(trainer.current_epoch))
+        self._report(pl_module, self._complete(trainer.current_epoch))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.every_steps is None:
-            self._report(pl_module, self._rounds.complete(trainer.current_epoch + 1))
+        self._report(pl_module, self._complete(trainer.current_epoch + 1))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -96,10 +70,10 @@ class EvidenceCallback(Callback):
         self.learner.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._rounds.state_dict(), "steps": self._steps}
+        return {**self._rounds_state(), "steps": self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._rounds.load_state_dict(state_dict)
+        self._load_rounds(state_dict)
         self._steps = state_dict["steps"]
 
     def _report(self, pl_module: LightningModule, result: Round | None) -> None:

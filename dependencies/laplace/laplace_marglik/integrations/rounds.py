@@ -6,46 +6,57 @@ from typing import Any
 
 import torch
 
+from laplace_marglik.checks import positive_integer
 from laplace_marglik.learner import EvidenceLearner, Round
 
 LOGGED = 100  # precisions that are logged one by one, at most
 
 
-class EpochRounds:
-    """A round of a learner for every epoch, exactly once.
+class LearnerRounds:
+    """Learned weight decay in every step, and a round of the learner for every epoch, exactly once.
 
     A checkpoint may be written when an epoch's last step is done and its round is not; a run
     that goes on from there takes the round first.
 
     Args:
-        learner: whose rounds.
+        learner: of the model that is trained.
+        every_steps: steps of the optimiser from round to round; None for epochs.
+        decoupled: as in `EvidenceLearner.attach`.
+        also_decays: as in `EvidenceLearner.attach`.
     """
 
-    def __init__(self, learner: EvidenceLearner):
+    def __init__(
+        self,
+        learner: EvidenceLearner,
+        *,
+        every_steps: int | None = None,
+        decoupled: bool = False,
+        also_decays: bool = False,
+    ):
+        if every_steps is not None:
+            positive_integer("every_steps", every_steps)
         self.learner = learner
+        self.every_steps = every_steps
+        self.decoupled = decoupled
+        self.also_decays = also_decays
         self.epochs = 0  # with their round
 
-    def complete(self, epochs: int) -> Round | None:
-        """Take the round of the last of some epochs, unless it was taken.
+    def _attach(self, optimizer: Any) -> None:
+        self.learner.attach(optimizer, decoupled=self.decoupled, also_decays=self.also_decays)
 
-        Args:
-            epochs: that are complete.
-        """
-        if self.epochs >= epochs:
+    def _complete(self, epochs: int) -> Round | None:
+        """Take the round of the last of some complete epochs, unless it was taken."""
+        if self.every_steps is not None or self.epochs >= epochs:
             return None
         self.epochs = epochs
         return self.learner.round()
 
-    def state_dict(self) -> dict[str, Any]:
+    def _rounds_state(self) -> dict[str, Any]:
         """Everything that determines later rounds."""
         return {"learner": self.learner.state_dict(), "epochs": self.epochs}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue bit for bit.
-
-        Args:
-            state: from `state_dict`.
-        """
+    def _load_rounds(self, state: dict[str, Any]) -> None:
+        """Continue bit for bit."""
         self.learner.load_state_dict(state["learner"])
         self.epochs = state["epochs"]
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from asdl_marglik import evaluating, plain
-from laplace_marglik.checks import positive_integer
 from laplace_marglik.errors import MarglikError
-from laplace_marglik.integrations.rounds import EpochRounds, logged
-from laplace_marglik.learner import EvidenceLearner, Round
+from laplace_marglik.integrations.rounds import LearnerRounds, logged
+from laplace_marglik.learner import Round
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
@@ -38,36 +37,15 @@ COMPARED = 4  # data on which the loss of the model is compared with that of the
 SAME_LOSS = 1e-3  # relative: more than rounding in single precision, less than any other loss
 
 
-class EvidenceCallback(TrainerCallback):
+class EvidenceCallback(LearnerRounds, TrainerCallback):
     """Learned weight decay in every step, a round of the learner after every epoch.
 
     Its state is part of the Trainer's own checkpoints (`trainer_state.json`), from which
-    `train(resume_from_checkpoint=...)` continues bit for bit.
-
-    Args:
-        learner: of the model that the Trainer trains.
-        every_steps: steps of the Trainer from round to round; None for epochs.
-        decoupled: as in `EvidenceLearner.attach`.
-        also_decays: as in `EvidenceLearner.attach`.
+    `train(resume_from_checkpoint=...)` continues bit for bit. Arguments are of `LearnerRounds`.
     """
 
-    def __init__(
-        self,
-        learner: EvidenceLearner,
-        *,
-        every_steps: int | None = None,
-        decoupled: bool = False,
-        also_decays: bool = False,
-    ):
-        if every_steps is not None:
-            positive_integer("every_steps", every_steps)
-        self.learner = learner
-        self.every_steps = every_steps
-        self.decoupled = decoupled
-        self.also_decays = also_decays
-        self._rounds = EpochRounds(learner)
-        self._log: Callable[[dict[str, float]], None] | None = None
-        self._gives_loss = False
+    _log: Callable[[dict[str, float]], None] | None = None
+    _gives_loss = False
 
     def connect(self, trainer: Trainer) -> None:
         """Train by the loss of the evidence, and log through the Trainer's own loggers.
@@ -108,21 +86,17 @@ class EvidenceCallback(TrainerCallback):
         self._resume(state)
         self._check_loss(args)
         self.learner.detach()  # of a training that was interrupted
-        self.learner.attach(
-            kwargs["optimizer"], decoupled=self.decoupled, also_decays=self.also_decays
-        )
+        self._attach(kwargs["optimizer"])
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.every_steps is None:
-            self._after_round(state, self._rounds.complete(round(state.epoch or 0)))
+        self._after_round(state, self._complete(round(state.epoch or 0)))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.every_steps is None:
-            self._after_round(state, self._rounds.complete(round(state.epoch or 0)))
+        self._after_round(state, self._complete(round(state.epoch or 0)))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -137,7 +111,7 @@ class EvidenceCallback(TrainerCallback):
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / TRAINER_STATE_NAME
             saved = json.loads(path.read_text())["stateful_callbacks"]
-            self._rounds.load_state_dict(_decoded(saved[STATE]["learner"]))
+            self._load_rounds(_decoded(saved[STATE]["learner"]))
 
     # ------------------------------------------------------------------------------------- state
 
@@ -153,20 +127,20 @@ class EvidenceCallback(TrainerCallback):
             state.log_history.append({**values, "epoch": state.epoch, "step": state.global_step})
 
     def _keep(self, state: TrainerState) -> None:
-        _saved_with(state)[STATE] = {"learner": _encoded(self._rounds.state_dict())}
+        _saved_with(state)[STATE] = {"learner": _encoded(self._rounds_state())}
 
     def _resume(self, state: TrainerState) -> None:
         """Take over the learner's state of the checkpoint that the Trainer has loaded."""
         saved = _saved_with(state).get(STATE)
         if saved is not None:
-            self._rounds.load_state_dict(_decoded(saved["learner"]))
+            self._load_rounds(_decoded(saved["learner"]))
         elif state.global_step:
             raise MarglikError(
                 f"the checkpoint at step {state.global_step} has no state of the learner; it was "
                 "written without this callback: resume without the callback, or start anew"
             )
         else:
-            self._rounds.epochs = 0
+            self.epochs = 0
         self._keep(state)
 
     def _check_loss(self, args: TrainingArguments) -> None:
