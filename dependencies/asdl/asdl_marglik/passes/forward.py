@@ -209,9 +209,10 @@ class Chunk:
 
     def _of_last_layer(self, reductions: list[Reduced], whole: set[int]) -> UseCotangents:
         """The cotangents of such a use are those of the outputs: no backward pass is needed."""
-        of_mean = (self.output_cotangents / self.copies).unsqueeze(2)
-        g = of_mean.expand(-1, -1, self.copies, -1)
-        reduced = {key: self._reduced(*key, g) for key in reductions}
+        with torch.set_grad_enabled(self.differentiable):  # whoever asks, as after a backward pass
+            of_mean = (self.output_cotangents / self.copies).unsqueeze(2)
+            g = of_mean.expand(-1, -1, self.copies, -1)
+            reduced = {key: self._reduced(*key, g) for key in reductions}
         return UseCotangents(dict.fromkeys(whole, g), reduced)
 
     def _needed(self) -> tuple[list[Reduced], set[int]]:
