@@ -168,6 +168,8 @@ def test_a_rank_that_hangs_ends_the_run_and_any_number_of_ranks_continues_it(und
     flags = [*LONG, "--collective-timeout", "8", "--out", str(path)]
     process = torchrun(2, ROOT / "classification_image.py", *flags)
     some_epochs(path, process)
+    while checkpoint.load(path / "checkpoint.pt")["epoch"] < 5:  # its line comes before it
+        time.sleep(0.05)
     stopped = worker(process, 1)
     stopped.send_signal(signal.SIGSTOP)
     said = ""
