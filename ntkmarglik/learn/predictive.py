@@ -33,8 +33,8 @@ def posterior_scores(
     A posterior that does not fit into memory costs these numbers only: `probit_note` says why.
 
     ml: with the learned prior. structure: of the method's curvature, which is the posterior's, too,
-    except for kernels (INSTEAD). train: all training data in
-    batches. test: at most SCORED test data in batches. network: its own logits of these test data.
+    except for kernels (INSTEAD). train: all training data in batches. test: at most SCORED test
+    data in batches. network: its own logits of these test data.
     """
     start = time.perf_counter()
     structure = INSTEAD.get(structure, structure)
