@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import math
+import io
 import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import tyro
 import yaml
 
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.values import Range, refuse_text
+
+LARGEST_FILE = 2**20  # bytes of a file of settings
+SHOWN = 60  # letters of a value in an error
 
 S = TypeVar("S", bound="Settings")
 
@@ -58,64 +63,6 @@ def _default(shown: str) -> str:
     """The end of a help text; tyro shows the default of a setting with choices as a list."""
     names = re.findall(r"[\w-]+", shown)
     return f"(default: {' '.join(names)})"
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values that a number may have, stated with its type: `Annotated[int, POSITIVE]`.
-
-    For several numbers, `Annotated[tuple[float, ...], POSITIVE]`, it is the range of each.
-
-    Args:
-        holds: whether a value is in the range.
-        rule: what the sentence that refuses another value says about the flag.
-        rule_of_several: the same for a flag that takes several numbers.
-        infinite: whether infinity may be in it; NaN never is.
-        empty: whether there may be none of several numbers.
-    """
-
-    holds: Callable[[float], bool]
-    rule: str
-    rule_of_several: str = ""
-    infinite: bool = False
-    empty: bool = False
-
-    def refuse(self, flag: str, value: float | tuple[float, ...]) -> None:
-        """Refuse a value outside the range with a sentence that names its flag."""
-        several = isinstance(value, tuple)
-        numbers = value if isinstance(value, tuple) else (value,)
-        rule = (self.rule_of_several or self.rule) if several else self.rule
-        if all(map(self._is_bounded, numbers)):
-            if all(map(self.holds, numbers)) and (numbers or self.empty):
-                return
-        else:
-            rule = "must be finite numbers" if several else "must be a finite number"
-        verb = "are" if several else "is"
-        shown = " ".join(map(str, numbers)) or "none"
-        raise NtkMarglikError(f"{flag} {rule}, but {verb} {shown}.")
-
-    def _is_bounded(self, number: float) -> bool:
-        """Whether a number is finite, or infinite where that is allowed."""
-        return math.isfinite(number) or (self.infinite and not math.isnan(number))
-
-
-POSITIVE = Range(
-    lambda value: value > 0, "must be greater than 0", "must be numbers greater than 0"
-)
-FRACTION = Range(lambda value: 0 <= value < 1, "must be at least 0 and below 1")
-NOT_NEGATIVE = Range(lambda value: value >= 0, "must not be negative")
-ANY_NUMBER = Range(lambda value: True, "must be a number")
-
-Fraction = Annotated[float, FRACTION]
-PositiveInt = Annotated[int, POSITIVE]
-PositiveFloat = Annotated[float, POSITIVE]
-PositiveFloats = Annotated[tuple[float, ...], POSITIVE]
-NonNegativeInt = Annotated[int, NOT_NEGATIVE]
-NonNegativeFloat = Annotated[float, NOT_NEGATIVE]
-NonNegativeInts = Annotated[tuple[int, ...], replace(NOT_NEGATIVE, empty=True)]
-# a time or a size that may be without limit
-Limit = Annotated[float, replace(NOT_NEGATIVE, infinite=True)]
-AnyFloat = Annotated[float, ANY_NUMBER]
 
 
 @dataclass(frozen=True)
@@ -176,16 +123,46 @@ class Settings:
                 flags.extend(_flag(name, value))
         return flags
 
+    def given(self, names: Collection[str]) -> list[str]:
+        """Those of some settings that differ from the defaults, as flags with their values."""
+        defaults = self.defaults().flat()
+        settings = self.flat()
+        changed = [name for name in settings if name in names and settings[name] != defaults[name]]
+        return [" ".join(_flag(name, settings[name])) for name in changed]
+
     def command(self, script: str = "") -> str:
         """The command line that gives this configuration."""
         return shlex.join(["python", script or self.script, *self.arguments()])
 
 
-def check_numbers(settings: Settings) -> None:
-    """Refuse every number that is outside the range stated where the setting is declared."""
+def check_values(settings: Settings) -> None:
+    """Refuse every value that its setting cannot have, whatever the program does with it.
+
+    Numbers have to be in the range stated where the setting is declared; texts and paths have to be
+    such that files and records can hold them.
+    """
     for name, value, allowed in numbers_of(settings):
         if allowed is not None:
-            allowed.refuse(f"--{name.replace('_', '-')}", value)
+            allowed.refuse(flag_of(name), value)
+    defaults = settings.defaults().flat()
+    for name, value in settings.flat().items():
+        if isinstance(value, str):
+            refuse_text(flag_of(name), value, empty=defaults[name] == "")
+
+
+def warn_unused(settings: Settings, names: Collection[str], where: str) -> None:
+    """Say which settings are given although they change nothing: they were meant to do something.
+
+    names: those that are not used. where: with what, in flags.
+    """
+    flags = settings.given(names)
+    if flags:
+        print(f"warning: not used with {where}: {', '.join(flags)}", file=sys.stderr)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 def numbers_of(settings: Settings) -> Iterator[tuple[str, Any, Range | None]]:
@@ -229,6 +206,30 @@ def parse_as(kind: type[S], arguments: Sequence[str] | None = None, defaults: S 
     )
 
 
+def refusing(parse: Callable[[Sequence[str]], S], arguments: Sequence[str]) -> S:
+    """What a parser makes of arguments; what it would print before it exits is raised."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            return parse(arguments)
+    except SystemExit as error:
+        if not error.code:
+            raise NtkMarglikError("--help makes no run; leave it out.") from None
+        raise NtkMarglikError(_reason(said.getvalue())) from None
+
+
+def _reason(said: str) -> str:
+    """The parser's message without its frame, its title and its hints."""
+    lines = [line.strip(" │|") for line in said.splitlines()]
+    words = [line for line in lines if any(c.isalnum() for c in line)][1:]
+    hints = [
+        i
+        for i, line in enumerate(words)
+        if line.startswith(("For full helptext", "Argument helptext"))
+    ]
+    return " ".join(words[: hints[0] if hints else None]) or "the parser refuses it."
+
+
 def _with_files(arguments: list[str], defaults: dict[str, Any]) -> list[str]:
     """Arguments with the settings of `--config` files placed before all others."""
     from_files: list[str] = []
@@ -247,31 +248,33 @@ def _with_files(arguments: list[str], defaults: dict[str, Any]) -> list[str]:
         else:
             rest.append(argument)
         position += 1
+    _refuse_empty(from_files + rest, defaults)
     return from_files + rest
 
 
+def _refuse_empty(arguments: list[str], defaults: dict[str, Any]) -> None:
+    """Refuse a flag with an empty value, which would be taken for the working directory."""
+    flag = ""
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if argument.startswith("--"):
+            flag = name
+        empty = not argument or (argument.startswith("--") and equals and not value)
+        if empty and defaults.get(flag[2:].replace("-", "_")) != "":
+            raise NtkMarglikError(f"{flag or 'a value'} must not be empty.")
+
+
 def _flags_of(path: Path, defaults: dict[str, Any]) -> list[str]:
-    try:
-        settings = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise NtkMarglikError(f"Cannot read the configuration {path}: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise NtkMarglikError(f"{path} is not valid yaml: {error}") from error
-    if settings is None:
-        return []
-    if not isinstance(settings, dict):
-        raise NtkMarglikError(
-            f"{path} must hold settings as `name: value` lines, but holds a "
-            f"{type(settings).__name__}."
-        )
+    """The settings of a yaml file as flags."""
+    settings = read_yaml(path)
     flags: list[str] = []
     for key, value in settings.items():
         name = str(key).replace("-", "_")
         if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, n=1)
+            close = difflib.get_close_matches(name[:SHOWN], defaults, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise NtkMarglikError(
-                f"{path}: unknown setting {key!r}.{hint} --help lists all of them."
+                f"{path}: unknown setting {_brief(key)}.{hint} --help lists all of them."
             )
         if value is not None:
             _refuse_other_kind(f"{path}: {key}", value, defaults[name])
@@ -279,20 +282,75 @@ def _flags_of(path: Path, defaults: dict[str, Any]) -> list[str]:
     return flags
 
 
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """The `name: value` lines of a yaml file; one that holds anything else is refused."""
+    refuse_text("The name of a file of settings", path, empty=False)
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise NtkMarglikError(f"Cannot read the configuration {path}: {error.strerror}.") from error
+    if len(content) > LARGEST_FILE:
+        raise NtkMarglikError(
+            f"{path} has more than {LARGEST_FILE:,} bytes, which is no file of settings."
+        )
+    try:
+        settings = yaml.load(content.decode(), _UniqueKeys)
+    except UnicodeDecodeError as error:
+        raise NtkMarglikError(f"{path} is not text in UTF-8 ({error.reason}).") from error
+    except RecursionError:
+        raise NtkMarglikError(
+            f"{path} is nested too deeply; settings are `name: value` lines."
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+        raise NtkMarglikError(f"{path} is not valid yaml: {error}") from error
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise NtkMarglikError(
+            f"{path} must hold settings as `name: value` lines, but holds a "
+            f"{type(settings).__name__}."
+        )
+    return settings
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Plain yaml in which every name stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names: set[str] = set()
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{_brief(key.value)} stands there twice", node.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                names.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _refuse_other_kind(setting: str, value: Any, default: Any) -> None:
     """Refuse a value of a file that is of another kind than the default; tyro reads the rest."""
     several = isinstance(default, tuple) and isinstance(value, list)
     if isinstance(value, dict | list) and not several:
-        raise NtkMarglikError(f"{setting} must be a single value, but is {value!r}.")
+        raise NtkMarglikError(f"{setting} must be a single value, but is a {type(value).__name__}.")
+    if several and any(isinstance(entry, dict | list) for entry in value):
+        raise NtkMarglikError(f"{setting} must be a list of single values.")
     if isinstance(value, bool) == isinstance(default, bool):
         return
     expected = "true or false" if isinstance(default, bool) else f"a value like {default!r}"
-    raise NtkMarglikError(f"{setting} must be {expected}, but is {value!r}.")
+    raise NtkMarglikError(f"{setting} must be {expected}, but is {_brief(value)}.")
+
+
+def _brief(value: Any) -> str:
+    """A value in an error, however long it is."""
+    text = ascii(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    flag = name.replace("_", "-")
+    flag = flag_of(name)
     if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
+        return [flag if value else f"--no-{flag[2:]}"]
     values = value if isinstance(value, tuple | list) else [value]
-    return [f"--{flag}", *map(str, values)]
+    return [flag, *map(str, values)]

@@ -27,9 +27,10 @@ import torch
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.machine.exits import exit_code
-from ntkmarglik.programs.launch.job import alone
 from ntkmarglik.programs.launch.lines import Line, RunLine, read_lines
 from ntkmarglik.runs import records
+from ntkmarglik.runs.folder import make_folder
+from ntkmarglik.runs.lock import FolderLock
 
 if TYPE_CHECKING:
     from ntkmarglik.programs.launch.executors import Executor
@@ -136,20 +137,16 @@ def launch(given: argparse.Namespace) -> bool:
     from ntkmarglik.programs.launch.sweep import Sweep
 
     folder = given.table.with_suffix(".launch")
-    try:
-        with alone(folder, wait=False):
-            sweep = Sweep(lines, executor(given, len(lines)), folder, given.retries)
-            if given.stop:
-                print(
-                    f"{sweep.stop()} jobs are told to stop; their runs continue when the file is "
-                    "launched again"
-                )
-                return True
-            follow(sweep, given.table, given.every)
-    except BlockingIOError:
-        raise NtkMarglikError(
-            f"Another launcher follows {given.table}; there can be one at a time."
-        ) from None
+    make_folder(folder, new=False)
+    with FolderLock(folder, f"Another launcher follows {given.table}; there can be one at a time."):
+        sweep = Sweep(lines, executor(given, len(lines)), folder, given.retries)
+        if given.stop:
+            print(
+                f"{sweep.stop()} jobs are told to stop; their runs continue when the file is "
+                "launched again"
+            )
+            return True
+        follow(sweep, given.table, given.every)
     print(heading(sweep))
     for entry in sweep.entries:
         if entry.status == "failed":

@@ -20,6 +20,7 @@ from torch import nn
 from tqdm import trange
 
 from laplace_marglik.schedule import cosine, set_rate
+from ntkmarglik.programs.finetune.checkpoints import Place
 from ntkmarglik.programs.finetune.examples import Examples, is_text, read, restricted
 from ntkmarglik.programs.finetune.inputs import Part, changed
 from ntkmarglik.programs.finetune.pretrained import Classifier, Preparation
@@ -88,7 +89,7 @@ def make(name: str, given: argparse.Namespace) -> None:
     train, test = (restricted(split, classes, n_classes) for split in splits)
     model = Classifier(build(train, len(classes), folder))
     model.save(folder)  # the configuration makes a checkpoint of the folder
-    prepare = Preparation(str(folder), text=is_text(dataset), max_length=LENGTH)
+    prepare = Preparation(Place(str(folder)), text=is_text(dataset), max_length=LENGTH)
     parts = [Part.of(split, prepare, torch.device("cpu")) for split in (train, test)]
     batches = torch.Generator().manual_seed(given.seed)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.01)

@@ -11,23 +11,24 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from ntkmarglik.problem.models import DEPTH, MODELS
-from ntkmarglik.settings import (
+from ntkmarglik.settings import Choices, Settings
+from ntkmarglik.values import (
     AnyFloat,
-    Choices,
     Fraction,
+    Layers,
     Limit,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Range,
-    Settings,
+    Seconds,
+    Several,
+    Threads,
 )
 
 METHOD = Choices()  # `ntkmarglik.learn.methods` says which, since a method takes these settings
 MODEL = Choices(MODELS)
 UNNAMED = "ntk-conditioned"  # the method of a command that names none
-LADDER = Range(lambda steps: steps >= 2, "needs at least 2 precisions")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Sampling:
     """Curvature of the likelihood at the network's outputs (Laplace), or averaged over samples: predicts better where the network is sure of its training data, and makes the evidence a variational bound."""
     exclude: str = ""
     """Name patterns of weights that samples leave fixed, separated by commas (*norm*)."""
-    ladder: Annotated[int, LADDER] = 9
+    ladder: Several = 9
     """Precisions over which the final evidence is integrated."""
 
 
@@ -104,7 +105,7 @@ class Problem:
     """Size of the random training subset; 0 = all."""
     model: Annotated[str, MODEL.one()] = "cnn"
     """Network."""
-    depth: PositiveInt = DEPTH
+    depth: Layers = DEPTH
     """Depth of resnet and resnet_norm."""
     width: NonNegativeInt = 0
     """Width of the network (see README); 0 = its own default."""
@@ -181,7 +182,7 @@ class Run:
     """Device; auto takes a GPU if there is one."""
     precision: Literal["float32", "float64"] = "float32"
     """Number format of the network."""
-    threads: NonNegativeInt = 0
+    threads: Threads = 0
     """CPU threads; 0 = one for a small network, for others all cores but one (threads wait for the slowest)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Run folder; by default runs/ and a name made of the settings."""
@@ -195,7 +196,7 @@ class Run:
     """Epochs between evaluations on the test set; 0 = about fifty in all."""
     checkpoint_seconds: Limit = 10.0
     """Least time between checkpoints."""
-    collective_timeout: PositiveFloat = 600.0
+    collective_timeout: Seconds = 600.0
     """Seconds that processes of torchrun wait for each other in one step."""
     memory_budget: Limit = 0.0
     """Gigabytes the evidence may use; 0 = half of what is free."""

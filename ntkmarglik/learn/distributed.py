@@ -8,7 +8,9 @@ batch, blocks of the evidence. One process alone makes no call of torch.distribu
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -19,38 +21,56 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laplace_marglik import Ranks
-from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.errors import NtkMarglikError, PassingProblem
 
 if TYPE_CHECKING:
     from ntkmarglik.learn.methods.base import Method, Problem
 
 T = TypeVar("T")
+MOST_RANKS = 2**20
 
 
 def world_size() -> int:
     """Processes that torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _from_torchrun("WORLD_SIZE", default=1, least=1)
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    """Number of this process."""
+    number = _from_torchrun("RANK")
+    if number >= world_size():
+        raise NtkMarglikError(
+            f"RANK={number}, but WORLD_SIZE={world_size()}: ranks count from 0. torchrun sets both."
+        )
+    return number
 
 
 def local_rank() -> int:
     """Number of this process on its machine, and so of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _from_torchrun("LOCAL_RANK")
 
 
 def local_size() -> int:
     """Processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _from_torchrun("LOCAL_WORLD_SIZE", default=1, least=1)
 
 
 def restarts() -> int:
     """How often `torchrun --max-restarts` has started the processes again, after one of them
     failed.
     """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return _from_torchrun("TORCHELASTIC_RESTART_COUNT")
+
+
+def _from_torchrun(name: str, default: int = 0, least: int = 0) -> int:
+    """A number that torchrun puts into the environment of its processes."""
+    text = os.environ.get(name, str(default))
+    if text.isascii() and text.isdecimal() and least <= int(text) <= MOST_RANKS:
+        return int(text)
+    raise NtkMarglikError(
+        f"{name} in the environment must be a number from {least} on, as torchrun sets it, but is "
+        f"{text!r}; unset it, or start the program by torchrun."
+    )
 
 
 def refuse_several(program: str) -> None:
@@ -78,9 +98,16 @@ def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks |
     wait = timedelta(seconds=timeout)
     # torchrun may keep its store when it starts processes again: they must not find the addresses
     # of those before
-    store, number, size = next(dist.rendezvous("env://", timeout=wait))
-    attempt = dist.PrefixStore(f"attempt {restarts()}", store)
-    dist.init_process_group(backend, store=attempt, rank=number, world_size=size, timeout=wait)
+    try:
+        store, number, size = next(dist.rendezvous("env://", timeout=wait))
+        attempt = dist.PrefixStore(f"attempt {restarts()}", store)
+        dist.init_process_group(backend, store=attempt, rank=number, world_size=size, timeout=wait)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise PassingProblem(
+            f"The {world_size()} processes cannot meet ({reason}); start them by torchrun, and on "
+            "several machines with the same --rdzv-endpoint."
+        ) from error
     torch.manual_seed(seed + rank())  # of what a network draws by itself, as dropout does
     ranks = Ranks()
     yield ranks
@@ -92,6 +119,19 @@ def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks |
 def by_first(ranks: Ranks | None, compute: Callable[[], T], step: str) -> T:
     """What the first rank computes, for all of them; its errors are those of all."""
     return compute() if ranks is None else ranks.from_first(compute, step)
+
+
+def refuse_different(ranks: Ranks | None, what: str, fingerprint: str) -> None:
+    """Refuse ranks that do not have the same: all of them, before one waits for another in vain."""
+    if ranks is None:
+        return
+    digest = hashlib.sha256(fingerprint.encode()).digest()
+    numbers = struct.unpack(">8I", digest)  # as a message of float64 carries them exactly
+    if not ranks.agree(numbers, f"comparing the {what}"):
+        raise NtkMarglikError(
+            f"The processes have different {what}: this one has {fingerprint}. Give all of them "
+            "the same files (--data-root)."
+        )
 
 
 def named(ranks: Ranks | None, step: str) -> contextlib.AbstractContextManager[None]:

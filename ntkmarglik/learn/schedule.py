@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from laplace_marglik.schedule import is_due
 from ntkmarglik.learn.config import Training
 
 
-def hyper_epochs(training: Training) -> list[int]:
-    """The epochs (counted from 1) that end with a round of hyperparameter steps."""
-    epochs = range(1, training.epochs + 1)
-    return [e for e in epochs if is_due(e, training.burnin, training.frequency)]
+def hyper_epochs(training: Training) -> range:
+    """The epochs (counted from 1) that end with a round of hyperparameter steps: `is_due`."""
+    every = training.frequency
+    first = -(-max(1, training.burnin) // every) * every
+    return range(first, training.epochs + 1, every)
 
 
 def weight_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:

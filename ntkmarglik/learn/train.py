@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asdl_marglik import CurvatureError, check_weights
 from laplace_marglik import Evidence
 from laplace_marglik.schedule import cosine, set_rate
 from ntkmarglik.errors import NtkMarglikError
@@ -65,6 +66,10 @@ class Trainer:
     @property
     def config(self) -> Config:
         return self.problem.config
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"data": self.problem.data.fingerprint}
 
     @property
     def position(self) -> int:
@@ -199,11 +204,11 @@ class Trainer:
         if self.ranks is not None:
             total = self.ranks.sum(total, self._step("loss")) / self.ranks.size
         mean_loss = total.item() / self.problem.data.n_data
+        self._check_weights()
         if not math.isfinite(mean_loss):
             raise NtkMarglikError(
-                f"The training loss became {mean_loss} in epoch {self.epoch}; the run folder "
-                f"holds the metrics up to epoch {self.epoch - 1}. A smaller --lr (now "
-                f"{self.training.lr:g}) usually helps."
+                f"The training loss became {mean_loss} in epoch {self.epoch}. "
+                f"{self._what_is_left()} A smaller --lr (now {self.training.lr:g}) usually helps."
             )
         return mean_loss
 
@@ -243,6 +248,7 @@ class Trainer:
         finite_prior = bool(self.problem.prior.log_precision.isfinite().all())
         if finite_metrics and finite_evidence and finite_prior:
             return
+        self._check_weights()
         advice = f"A smaller --lr-hyp (now {self.training.lr_hyp:g}) usually helps."
         if self.method.learns_by == "samples":
             advice = (
@@ -250,9 +256,22 @@ class Trainer:
                 "--em-steps may help."
             )
         raise NtkMarglikError(
-            f"The evidence or the prior became infinite or NaN in epoch {self.epoch}; the run "
-            f"folder holds the metrics up to epoch {self.epoch - 1}. {advice}"
+            f"The evidence or the prior became infinite or NaN in epoch {self.epoch}. "
+            f"{self._what_is_left()} {advice}"
         )
+
+    def _check_weights(self) -> None:
+        """Refuse to go on with weights that are not finite, which everything else follows from."""
+        try:
+            check_weights(self.problem.model)
+        except CurvatureError as error:
+            raise NtkMarglikError(
+                f"The weights are not finite after epoch {self.epoch} ({error}). "
+                f"{self._what_is_left()} A smaller --lr (now {self.training.lr:g}) usually helps."
+            ) from error
+
+    def _what_is_left(self) -> str:
+        return f"The run folder holds the metrics up to epoch {self.epoch - 1}."
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Metrics on the "train" or "test" split."""
@@ -293,12 +312,12 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a run where its checkpoint left it."""
-        self.config.refuse_other(state["settings"])
         problem = self.problem
         self.epoch = state["epoch"]
         self.steps = state["steps"]
         self.seconds = state["seconds"]
         problem.model.load_state_dict(state["model"])
+        check_weights(problem.model)
         problem.prior.load_state_dict(state["prior"])
         self.weights.load_state_dict(state["weight_optimizer"])
         self.prior.load_state_dict(state["prior_optimizer"])

@@ -2,28 +2,89 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import torch
 
 from asdl_marglik import CurvatureError
-from ntkmarglik.errors import NtkMarglikError
+from laplace_marglik import RanksError
+from ntkmarglik.errors import INTERRUPTED, PASSING, REFUSED, NtkMarglikError, PassingProblem
 from ntkmarglik.learn.distributed import rank
+
+# errors of a system that is busy or full for the moment
+OF_THE_MOMENT = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EAGAIN),
+    *(errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT),
+)
 
 
 def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Run a program: 0 if it ends well, 2 after an error it explains, 130 after an interrupt."""
+    """Run a program and say in a sentence why it did not come to its end, if it did not.
+
+    0 if it ends well, REFUSED after an error that it would meet again, PASSING after one that it
+    may not, INTERRUPTED after an interrupt.
+    """
     try:
-        program()
+        with explained():
+            program()
+    except (PassingProblem, RanksError) as error:
+        _say(error)
+        return PASSING
     except (NtkMarglikError, CurvatureError) as error:
-        where = "" if rank() == 0 else f" on rank {rank()}"
-        print(f"error{where}: {error}", file=sys.stderr)
-        return 2
+        _say(error)
+        return REFUSED
     except KeyboardInterrupt:
-        if rank() == 0:
+        if _number() == 0:
             print(interrupted, file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         # what is flushed at exit has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Errors of the system, as those of this package."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.strerror is None:  # of a library, which may mean anything by it
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        kind = PassingProblem if error.errno in OF_THE_MOMENT else NtkMarglikError
+        raise kind(f"{where}{error.strerror}.") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise PassingProblem(
+            "The memory is used up. Close other programs or raise the limit of this one, or take "
+            "smaller blocks, batches or networks (--subset, --outputs, --batch-size)."
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory; those of torch on a CPU have no class."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    words = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
+    return any(word in str(error) for word in words)
+
+
+def _say(error: Exception) -> None:
+    where = "" if _number() == 0 else f" on rank {_number()}"
+    print(f"error{where}: {error}", file=sys.stderr)
+
+
+def _number() -> int:
+    """The rank of this process; the first one if its number is what is wrong."""
+    try:
+        return rank()
+    except NtkMarglikError:
+        return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import sys
+import secrets
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 
 from ntkmarglik.errors import NtkMarglikError
 
-FORMAT = "ntkmarglik-checkpoint-1"
+FORMAT = "ntkmarglik-checkpoint-2"
+PARTIAL = ".partial"  # ends the name of a file that is being written
 
 
 def replace(path: Path, content: bytes | memoryview) -> None:
     """Give a file new content; whatever happens, it is the old or the new one, never a part."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    temporary = _beside(path)
     try:
-        temporary.unlink(missing_ok=True)  # of a killed process that had this number
         with temporary.open("xb") as file:  # never through a link that somebody has put there
             file.write(content)
             file.flush()
@@ -31,6 +32,11 @@ def replace(path: Path, content: bytes | memoryview) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _beside(path: Path) -> Path:
+    """A new name beside a file, which nobody has guessed."""
+    return path.with_name(f"{path.name[:200]}.{secrets.token_hex(8)}{PARTIAL}")
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -54,30 +60,25 @@ def previous(path: Path) -> Path:
 def _keep_previous(path: Path) -> None:
     """Give the present checkpoint its second name; without room or links there is none."""
     older = previous(path)
-    linked = older.with_name(f"{older.name}.{os.getpid()}.partial")
+    linked = _beside(older)
     with contextlib.suppress(OSError):
-        linked.unlink(missing_ok=True)
         os.link(path, linked)
         os.replace(linked, older)
+        linked.unlink(missing_ok=True)  # still there if both were names of one file already
+
+
+def candidates(path: Path) -> Iterator[tuple[Path, dict[str, Any] | NtkMarglikError]]:
+    """The checkpoint and the one before, each with its state or with what is wrong with it."""
+    for version in (path, previous(path)):
+        if version.exists():
+            try:
+                yield version, load(version)
+            except NtkMarglikError as error:
+                yield version, error
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint; of the one before, with a warning, if it is damaged.
-
-    If both are, an error says what is wrong with the file.
-    """
-    try:
-        return _read(path)
-    except NtkMarglikError as error:
-        older = previous(path)
-        if not older.exists():
-            raise
-        state = _read(older)
-        print(f"warning: {error} Continuing from {older}, the one before.", file=sys.stderr)
-        return state
-
-
-def _read(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint; an error says what is wrong with the file."""
     try:
         # torch does not compare the checksums that its files have
         with zipfile.ZipFile(path) as archive:
@@ -85,6 +86,8 @@ def _read(path: Path) -> dict[str, Any]:
         if damaged is not None:
             raise ValueError(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged file can fail in any way
         raise NtkMarglikError(
             f"{path} cannot be read as a checkpoint ({type(error).__name__}): it is damaged or of "

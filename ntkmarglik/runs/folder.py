@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,27 @@ import yaml
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods import METHODS
-from ntkmarglik.runs import checkpoint
+from ntkmarglik.runs import checkpoint, metrics
 from ntkmarglik.runs.lock import FolderLock
 from ntkmarglik.runs.loggers import Metrics, Mirrors
-from ntkmarglik.settings import Settings
+from ntkmarglik.settings import Settings, read_yaml
 
 RUNS = Path("runs")
+CHECKPOINT = "checkpoint.pt"
+SUMMARY = "summary.json"
+CONFIG = "config.yaml"
+LINES = "lines"  # of a checkpoint: the metrics up to it
 
 
 class RunFolder:
     """`config.yaml`, `metrics.jsonl`, `summary.json` and `checkpoint.pt` of one run.
 
-    A full disk is reported and does not stop the run: what is kept in memory is written once there
-    is room again, and what is missing at the end is in `unwritten`.
+    A disk that becomes full is reported and does not stop the run: what is kept in memory is
+    written once there is room again, and what is missing at the end is in `unwritten`.
 
-    resume: take over the folder of an interrupted run and its lines up to `epoch`, those before its
-    checkpoint. unit: the name of what lines count, where it is not epochs.
+    resume: take over the folder of an interrupted run. lines: those before its checkpoint, which
+    has them. carried: what every checkpoint has besides the state of the run. unit: the name of
+    what lines count, where it is not epochs.
     """
 
     def __init__(
@@ -39,7 +44,8 @@ class RunFolder:
         config: Settings,
         *,
         resume: bool = False,
-        epoch: int = 0,
+        lines: list[Metrics] | None = None,
+        carried: dict[str, Any] | None = None,
         unit: str = "epoch",
     ):
         self.path = path
@@ -48,39 +54,39 @@ class RunFolder:
                 f"{path} already holds a run; continue it with --resume, or choose another folder "
                 "with --out."
             )
-        _make_folder(path, new=False)
+        make_folder(path, new=False)
         self._lock = FolderLock(path)
-        _remove_partial_files(path)
+        check_writable(path)
         self._warned: set[str] = set()
+        self._carried = carried or {}
         self.unwritten: set[str] = set()  # files whose last content found no room
-        self.epochs: list[Metrics] = []
-        if resume:
-            self.epochs = [line for line in read_metrics(path) if line[unit] <= epoch]
-        if not (path / "config.yaml").exists():
-            self._replace("config.yaml", yaml.safe_dump(config.flat(), sort_keys=False))
+        self.epochs: list[Metrics] = list(lines or [])
+        if not (path / CONFIG).exists():
+            self._replace(CONFIG, yaml.safe_dump(config.flat(), sort_keys=False))
         self._whole = self._replace_metrics()
         self._mirrors = Mirrors(path, config, unit)
 
-    def log(self, metrics: Metrics) -> None:
+    def log(self, line: Metrics) -> None:
         """Append one epoch."""
-        self.epochs.append(metrics)
+        self.epochs.append(line)
         if self._whole:
             self._whole = self._try(
-                "metrics.jsonl", lambda: _append(self.path / "metrics.jsonl", _line(metrics))
+                metrics.NAME, lambda: _append(self.path / metrics.NAME, metrics.as_text([line]))
             )
         else:  # an earlier line is missing or cut off
             self._whole = self._replace_metrics()
-        self._mirrors.log(metrics)
+        self._mirrors.log(line)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace the checkpoint."""
-        self._try("checkpoint.pt", lambda: checkpoint.save(self.path / "checkpoint.pt", state))
+        """Replace the checkpoint; it has all lines too, so that none is lost with their file."""
+        whole = {**state, **self._carried, LINES: metrics.as_text(self.epochs)}
+        self._try(CHECKPOINT, lambda: checkpoint.save(self.path / CHECKPOINT, whole))
 
     def finish(self, summary: Metrics) -> None:
         """Write the summary."""
         if not self._whole:
             self._whole = self._replace_metrics()
-        self._replace("summary.json", json.dumps(summary, indent=2) + "\n")
+        self._replace(SUMMARY, json.dumps(summary, indent=2) + "\n")
 
     def close(self, summary: Metrics) -> None:
         """Close the mirrors; the summary is empty if the run did not come to its end."""
@@ -88,7 +94,7 @@ class RunFolder:
         self._lock.release()
 
     def _replace_metrics(self) -> bool:
-        return self._replace("metrics.jsonl", "".join(map(_line, self.epochs)))
+        return self._replace(metrics.NAME, metrics.as_text(self.epochs))
 
     def _replace(self, name: str, text: str) -> bool:
         return self._try(name, lambda: checkpoint.replace(self.path / name, text.encode()))
@@ -116,7 +122,7 @@ class NoFolder:
     epochs: list[Metrics] = []
     unwritten: frozenset[str] = frozenset()
 
-    def log(self, metrics: Metrics) -> None: ...
+    def log(self, line: Metrics) -> None: ...
 
     def save(self, state: dict[str, Any]) -> None: ...
 
@@ -127,33 +133,40 @@ class NoFolder:
 
 def holds_run(path: Path) -> bool:
     """Whether a folder has results that a new run would overwrite."""
-    return any(
-        (path / name).exists()
-        for name in ("metrics.jsonl", "checkpoint.pt", "summary.json", "baseline")
-    )
+    return any((path / name).exists() for name in (metrics.NAME, CHECKPOINT, SUMMARY, "baseline"))
 
 
-def read_metrics(path: Path) -> list[Metrics]:
-    """The epochs recorded in a run folder; a line cut off by a crash ends them."""
+def restore_lines(path: Path, lines: list[Metrics]) -> None:
+    """Write the lines of a finished run again, if its file has others than its checkpoint."""
+    text = metrics.as_text(lines)
+    with contextlib.suppress(OSError):
+        if (path / metrics.NAME).read_bytes() == text.encode():
+            return
     try:
-        lines = (path / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return []
-    epochs = []
-    for line in lines:
-        try:
-            epochs.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return epochs
+        checkpoint.replace(path / metrics.NAME, text.encode())
+        print(f"{path / metrics.NAME} was damaged: restored from {CHECKPOINT}", file=sys.stderr)
+    except OSError as error:
+        print(
+            f"warning: {path / metrics.NAME} is damaged and cannot be restored ({error.strerror})",
+            file=sys.stderr,
+        )
 
 
 def read_summary(path: Path) -> Metrics | None:
-    """The summary of a finished run."""
+    """The summary of a finished run; None without one, and for one that is damaged."""
     try:
-        return json.loads((path / "summary.json").read_text())
-    except (OSError, json.JSONDecodeError):
+        summary = json.loads((path / SUMMARY).read_bytes().decode())
+    except (OSError, ValueError, RecursionError):
         return None
+    return summary if isinstance(summary, dict) else None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a run; an error if they cannot be read."""
+    settings = read_yaml(path / CONFIG)
+    if not settings:
+        raise NtkMarglikError(f"{path / CONFIG} is empty: the settings of this run are lost.")
+    return settings
 
 
 def name_of(config: Config) -> str:
@@ -172,14 +185,29 @@ def folder_of(config: Config) -> Path:
 
 def folder_named(name: str, *, resume: bool) -> Path:
     """A new folder of this name, numbered if that is taken; the last one to resume."""
+    check_name(name)
     numbered = (RUNS / f"{name}.{number}" for number in itertools.count(2))
     paths = itertools.chain([RUNS / name], numbered)
     if resume:
         return [RUNS / name, *itertools.takewhile(Path.exists, paths)][-1]
-    return next(path for path in paths if _make_folder(path, new=True))
+    return next(path for path in paths if make_folder(path, new=True))
 
 
-def _make_folder(path: Path, *, new: bool) -> bool:
+def check_name(name: str) -> None:
+    """Refuse a name that would lead to another folder than the one it is put in."""
+    if name in ("", ".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
+        raise NtkMarglikError(f"{name!r} is not the name of one folder; choose it with --out.")
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Have a folder, which is made if need be, for this process alone."""
+    make_folder(path, new=False)
+    with FolderLock(path):
+        yield
+
+
+def make_folder(path: Path, *, new: bool) -> bool:
     """Make a folder; False if it is there and has to be new.
 
     Of two runs that ask at once, one gets it.
@@ -198,15 +226,24 @@ def _make_folder(path: Path, *, new: bool) -> bool:
     return True
 
 
-def _remove_partial_files(path: Path) -> None:
-    """Those that a killed process has left; this one is the folder's only writer."""
-    for partial in path.glob("*.partial"):
+def check_writable(path: Path) -> None:
+    """Refuse a folder in which no file can be written, and remove what a killed process left.
+
+    To be called before work starts whose results are to be written there, by the folder's only
+    writer.
+    """
+    for partial in path.glob(f"*{checkpoint.PARTIAL}"):
         with contextlib.suppress(OSError):
             partial.unlink()
-
-
-def _line(metrics: Metrics) -> str:
-    return json.dumps(metrics) + "\n"
+    probe = path / f"probe{checkpoint.PARTIAL}"
+    try:
+        checkpoint.replace(probe, b"can this folder be written to?")
+        probe.unlink()
+    except OSError as error:
+        raise NtkMarglikError(
+            f"No file can be written to {path} ({error.strerror}); make room there or choose "
+            "another folder with --out."
+        ) from error
 
 
 def _append(path: Path, text: str) -> None:

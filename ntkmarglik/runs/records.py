@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ntkmarglik.learn.config import Config
 from ntkmarglik.programs.grid.config import CSV as GRID_CSV
 from ntkmarglik.programs.paper.experiments import label_of
-from ntkmarglik.runs.folder import read_metrics, read_summary
+from ntkmarglik.runs.folder import read_config, read_summary
+from ntkmarglik.runs.metrics import read_metrics
 
 Row = dict[str, Any]
 IDENTITY = ("dataset", "model", "n_data", "estimator", "augment", "seed")
@@ -55,7 +54,7 @@ def run_folders(paths: Iterable[Path]) -> list[Path]:
 
 def config_of(folder: Path) -> Config:
     """The settings of a run without where it ran, which is not part of what it is."""
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings = read_config(folder)
     defaults = Config()
     values = defaults.flat()
     known = {name: value for name, value in settings.items() if name in values}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -12,6 +13,7 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.runs.loggers import Metrics
 
+LONGEST = 200  # letters of a name
 # not numbers, or settings: from the configuration
 TEXTS = ("method", "dataset", "model", "subset", "outputs", "seed")
 
@@ -30,16 +32,26 @@ def download(project: str, target: Path) -> list[Path]:
         raise NtkMarglikError(
             f"wandb gives no runs of {project!r} ({error}); use --source runs or csv."
         ) from error
-    return [
-        _written(run, target / _experiment(run) / str(run.name))
-        for run in runs
-        if "test_accuracy" in dict(run.summary)
-    ]
+    folders: list[Path] = []
+    for run in runs:
+        if "test_accuracy" in dict(run.summary):
+            folder = target / _experiment(run) / _as_name(run.name)
+            if folder in folders:  # names need not differ there
+                folder = folder.with_name(f"{folder.name}-{_as_name(run.id)}")
+            folders.append(_written(run, folder))
+    return folders
 
 
 def _experiment(run: Any) -> str:
     """The folder in which the run folder was."""
-    return Path(dict(run.config).get("out") or "runs/run").parent.name
+    out = dict(run.config).get("out")
+    return _as_name(PurePath(out if isinstance(out, str) else "runs/run").parent.name)
+
+
+def _as_name(text: Any) -> str:
+    """What somebody else has written, as the name of one folder in the one it is put into."""
+    name = re.sub(r"[^\w.+=-]", "-", str(text))[:LONGEST]
+    return name if name.strip(".") else "run"
 
 
 def _written(run: Any, folder: Path) -> Path:

@@ -4,7 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
-from ntkmarglik.runs.folder import read_metrics
+from ntkmarglik.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 TINY = shlex.split(

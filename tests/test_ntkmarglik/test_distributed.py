@@ -19,7 +19,7 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.classify.run import main
 from ntkmarglik.programs.launch.lines import read_lines
 from ntkmarglik.runs import checkpoint
-from ntkmarglik.runs.folder import read_metrics
+from ntkmarglik.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {

@@ -12,7 +12,7 @@ from ntkmarglik.problem.data import load
 from ntkmarglik.programs.classify.config import parse
 from ntkmarglik.programs.classify.run import main, run
 from ntkmarglik.programs.paper.experiments import estimator, label_of
-from ntkmarglik.runs.folder import read_metrics
+from ntkmarglik.runs.metrics import read_metrics
 
 DE_ELBO = [*TINY, "--method", "de-elbo"]
 

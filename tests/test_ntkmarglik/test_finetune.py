@@ -29,7 +29,7 @@ from ntkmarglik.programs.finetune.objectives import Map
 from ntkmarglik.programs.finetune.plan import PLANS, Candidate, Result, best
 from ntkmarglik.programs.finetune.run import main
 from ntkmarglik.programs.finetune.scores import macro_accuracy
-from ntkmarglik.runs.folder import read_metrics
+from ntkmarglik.runs.metrics import read_metrics
 
 WORDS = {
     0: "war peace vote king",

@@ -7,7 +7,8 @@ import pytest
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.runs import resumable
-from ntkmarglik.runs.folder import RunFolder, read_metrics, read_summary
+from ntkmarglik.runs.folder import RunFolder, read_summary
+from ntkmarglik.runs.metrics import read_metrics
 from ntkmarglik.runs.resumable import how_to_continue, resumable_run
 from ntkmarglik.settings import Settings
 

@@ -18,7 +18,7 @@ from ntkmarglik.learn.methods.laplace import Laplace
 from ntkmarglik.learn.train import Trainer
 from ntkmarglik.programs.classify.run import main
 from ntkmarglik.runs import checkpoint
-from ntkmarglik.runs.folder import read_metrics
+from ntkmarglik.runs.metrics import read_metrics
 
 EAGER = [*TINY, "--checkpoint-seconds", "0"]
 VARIANTS = {

@@ -25,7 +25,8 @@ from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.programs.classify.run import baseline_of, main, prepare, run
 from ntkmarglik.runs import checkpoint
-from ntkmarglik.runs.folder import RunFolder, read_metrics
+from ntkmarglik.runs.folder import RunFolder
+from ntkmarglik.runs.metrics import read_metrics
 from ntkmarglik.runs.summary import summarise
 
 SUMMARY = [

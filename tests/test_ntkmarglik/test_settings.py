@@ -1,35 +1,35 @@
-"""Numbers of settings: each states its range where it is declared, and others are refused."""
+"""Settings of all programs: each states which values it may have, and others are refused."""
 
+import dataclasses
 import math
+import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.programs.classify import run as classify
 from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.finetune import run as finetune
 from ntkmarglik.programs.finetune.config import FinetuneConfig
+from ntkmarglik.programs.grid import run as grid
 from ntkmarglik.programs.grid.config import GridConfig
-from ntkmarglik.settings import (
-    ANY_NUMBER,
-    AnyFloat,
-    Limit,
-    NonNegativeInts,
-    PositiveFloats,
-    PositiveInt,
-    Settings,
-    check_numbers,
-    numbers_of,
-)
+from ntkmarglik.settings import Settings, check_values, flag_of, numbers_of, warn_unused
+from ntkmarglik.values import Limit, NonNegativeInts, PositiveInt
 
-PROGRAMS = (Config, GridConfig, FinetuneConfig)
-NUMBERS = [(program, *number) for program in PROGRAMS for number in numbers_of(program())]
-NAMES = [f"{program.__name__}.{name}" for program, name, *_ in NUMBERS]
-
-
-def refused(settings):
-    with pytest.raises(NtkMarglikError) as error:
-        check_numbers(settings)
-    return str(error.value)
+PROGRAMS = {Config: classify, GridConfig: grid, FinetuneConfig: finetune}
+BAD = {
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+    "1e99": 1e99,
+    "-1": -1,
+    "0": 0,
+    "": "",
+    "9" * 25: int("9" * 25),
+    "x" * 300: "x" * 300,
+}
 
 
 def is_number(value):
@@ -43,32 +43,90 @@ def test_the_walk_misses_no_number_and_accepts_the_defaults(program):
     walked = {name for name, *_ in numbers_of(program())}
     assert numbers <= walked
     assert walked - numbers <= {"classes"}  # none by default
-    check_numbers(program())
+    check_values(program())
 
 
-@pytest.mark.parametrize("program, name, default, allowed", NUMBERS, ids=NAMES)
-def test_every_number_states_its_range_and_others_are_refused(program, name, default, allowed):
-    assert allowed is not None, f"{name} states no range"
-    flag = f"--{name.replace('_', '-')} "
-    several = isinstance(default, tuple)
-    outside = [math.nan]
-    if not allowed.infinite:
-        outside.append(math.inf)
-    if allowed is not ANY_NUMBER:
-        outside.append(-1)
-    for value in outside:
-        message = refused(program().updated(**{name: (value,) if several else value}))
-        assert message.startswith(flag) and message.endswith(f" {value}.")
+def kinds(program):
+    """Every setting of a program with its type."""
+    for group in dataclasses.fields(program()):
+        part = getattr(program(), group.name)
+        for name, kind in typing.get_type_hints(type(part), include_extras=True).items():
+            if name in program().flat():
+                yield name, kind
+
+
+def expectation(kind, default, text, value, allowed):
+    """Whether a setting of this type must refuse a value; None if that depends on more."""
+    if allowed is None:
+        is_text = kind is str or "Path" in str(kind)
+        empty_or_long = (text == "" and default != "") or len(text) > 255
+        return True if is_text and empty_or_long else None
+    if not isinstance(value, int | float):
+        return True
+    whole = kind.__origin__ in (int, tuple[int, ...])
+    if whole and not isinstance(value, int):
+        return True  # what is written is no whole number
+    number = value if whole else float(value)
+    try:
+        allowed.refuse("--flag", (number,) if isinstance(default, tuple) else number)
+    except NtkMarglikError:
+        return True
+    return False
+
+
+WALK = [
+    pytest.param(program, name, kind, id=f"{program.__name__}.{name}")
+    for program in PROGRAMS
+    for name, kind in kinds(program)
+    if not isinstance(program().flat()[name], bool)  # flags without a value
+]
+
+
+class ReachedData(Exception):
+    """A program did not refuse its settings before it looked for data."""
+
+
+@pytest.mark.parametrize("program, name, kind", WALK)
+def test_every_setting_refuses_bad_values_before_work_starts(
+    program, name, kind, monkeypatch, tmp_path, capsys
+):
+    """By the command line, as a user would give them; those that a setting may have go through."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(*_, **__):
+        raise ReachedData
+
+    for place in ("classify.run.load", "grid.run.load", "finetune.run.find"):
+        monkeypatch.setattr(f"ntkmarglik.programs.{place}", load)
+    default = program().flat()[name]
+    ranges = {number: allowed for number, _, allowed in numbers_of(program())}
+    for text, value in BAD.items():
+        expected = expectation(kind, default, text, value, ranges.get(name))
+        others = ["--method", "ntk"] if program is Config and name != "method" else []
+        try:
+            # one word, as a value that begins with a minus has to be given
+            code = PROGRAMS[program].main([*others, f"{flag_of(name)}={text}"])
+        except ReachedData:
+            code = 0
+        except SystemExit as refused:  # by the parser
+            code = refused.code
+        said = capsys.readouterr().err
+        assert code in (0, 2) and "Traceback" not in said, (text, said)
+        if expected is not None:
+            assert (code == 2) == expected, (text, said)
+        if code == 2:
+            shown = "".join(said.split())
+            assert flag_of(name) in shown or f"Unknowndataset'{text[:20]}" in shown, said
+    assert list(tmp_path.iterdir()) == []
 
 
 @dataclass(frozen=True)
 class Group:
     steps: PositiveInt = 1
-    rates: PositiveFloats = (0.1,)
     labels: NonNegativeInts = ()
     patience: Limit = 0.0
-    offset: AnyFloat = 0.0
     name: str = ""
+    place: Path = Path("here")
 
 
 @dataclass(frozen=True)
@@ -78,23 +136,23 @@ class Program(Settings):
     group: Group = field(default_factory=Group)
 
 
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"steps": 0}, "--steps must be greater than 0, but is 0."),
-        ({"steps": -3}, "--steps must be greater than 0, but is -3."),
-        ({"rates": (0.1, 0.0)}, "--rates must be numbers greater than 0, but are 0.1 0.0."),
-        ({"rates": ()}, "--rates must be numbers greater than 0, but are none."),
-        ({"rates": (0.1, math.inf)}, "--rates must be finite numbers, but are 0.1 inf."),
-        ({"labels": (3, -1)}, "--labels must not be negative, but are 3 -1."),
-        ({"patience": -1.0}, "--patience must not be negative, but is -1.0."),
-        ({"patience": math.nan}, "--patience must be a finite number, but is nan."),
-        ({"offset": -math.inf}, "--offset must be a finite number, but is -inf."),
-    ],
-)
-def test_a_number_outside_its_range_is_refused_in_a_sentence(changes, sentence):
-    assert refused(Program().updated(**changes)) == sentence
+def test_values_are_refused_by_the_flag_of_their_setting():
+    for changes, words in (
+        ({"steps": 0}, "--steps must be greater than 0"),
+        ({"labels": (-1,)}, "--labels must be numbers at least 0"),
+        ({"patience": math.nan}, "--patience must be finite"),
+        ({"name": "x" * 300}, "--name must have names of at most 255"),
+        ({"place": Path("a\0b")}, "--place must have no line breaks"),
+    ):
+        with pytest.raises(NtkMarglikError, match=words):
+            check_values(Program().updated(**changes))
+    check_values(Program().updated(steps=5, labels=(0, 1), patience=math.inf))
 
 
-def test_numbers_within_their_ranges_are_accepted():
-    check_numbers(Program().updated(steps=5, labels=(0, 1), patience=math.inf, offset=-2.0))
+def test_settings_that_change_nothing_are_told(capsys):
+    settings = Program().updated(steps=3, labels=(1, 2))
+    warn_unused(settings, {"steps", "labels", "name"}, "--mode none")
+    said = "warning: not used with --mode none: --steps 3, --labels 1 2\n"
+    assert capsys.readouterr().err == said
+    warn_unused(settings, {"name"}, "--mode none")
+    assert capsys.readouterr().err == ""

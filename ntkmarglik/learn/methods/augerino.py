@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from asdl_marglik import augmented, run_averaged
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
-from ntkmarglik.learn.methods.base import Method, Problem
+from ntkmarglik.learn.methods.base import AUGMENT_RATES, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.methods.mode import MeasuredByBlocks
 
@@ -28,6 +28,10 @@ class Augerino(MeasuredByBlocks):
     label = "Augerino"
     colour = "#56B4E9"
     learns_by = "loss"
+
+    @classmethod
+    def uses(cls, config: Config) -> frozenset[str]:
+        return super().uses(config) | AUGMENT_RATES | {"augerino_regulariser"}
 
     @classmethod
     def check(cls, config: Config) -> None:

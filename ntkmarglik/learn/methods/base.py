@@ -29,6 +29,11 @@ from ntkmarglik.runs.loggers import Metrics
 LearnsBy = Literal["nothing", "loss", "evidence", "samples"]
 # curvature of blocks, samples of the posterior, or draws of a variational posterior
 MeasuresBy = Literal["blocks", "samples", "draws"]
+# settings of what a block is, and of the optimisers that a loss or the evidence moves
+BLOCKS = frozenset({"subset", "outputs", "columns", "partition", "root", "inducing"})
+HYPER_RATES = frozenset({"lr_hyp", "lr_hyp_min"})
+AUGMENT_RATES = frozenset({"lr_aug", "lr_aug_min"})
+ROUNDS = frozenset({"burnin", "frequency"})
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,11 @@ class Method(ABC):
         if estimator.inducing:
             return f"{cls.name}-{estimator.subset}-u{estimator.inducing:g}"
         return f"{cls.name}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
+
+    @classmethod
+    def uses(cls, config: Config) -> frozenset[str]:
+        """Those of the settings that not all methods use which it does."""
+        return frozenset()
 
     @classmethod  # noqa: B027 - most methods take any settings
     def check(cls, config: Config) -> None:

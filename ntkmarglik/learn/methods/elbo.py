@@ -12,7 +12,7 @@ from laplace_marglik import Bounds, DataEmphasizedELBO, Evidence
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.evaluate import BATCH, metrics
-from ntkmarglik.learn.methods.base import Method, Problem
+from ntkmarglik.learn.methods.base import AUGMENT_RATES, BLOCKS, HYPER_RATES, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.runs.loggers import Metrics
 
@@ -49,6 +49,11 @@ class Variational(Method):
             generator=problem.generator,
         )
         self._last: Bounds | None = None
+
+    @classmethod
+    def uses(cls, config: Config) -> frozenset[str]:
+        own = HYPER_RATES | AUGMENT_RATES | {"posterior", "antithetic", "sigma"}
+        return own | (BLOCKS if config.run.baseline else set())  # by which that is measured
 
     @abstractmethod
     def emphasis(self) -> float | Literal["auto"]:
@@ -146,6 +151,10 @@ class DataEmphasisedElbo(Variational):
     name = "de-elbo"
     label = "DE-ELBO"
     colour = "#8C564B"
+
+    @classmethod
+    def uses(cls, config: Config) -> frozenset[str]:
+        return super().uses(config) | {"kappa"}
 
     def emphasis(self) -> float | Literal["auto"]:
         return self.problem.config.estimator.kappa or "auto"

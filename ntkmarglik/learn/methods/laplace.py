@@ -12,7 +12,14 @@ from asdl_marglik import STRUCTURES, Structure
 from laplace_marglik import Evidence, EvidenceLearner
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
-from ntkmarglik.learn.methods.base import Learned, Method, Problem
+from ntkmarglik.learn.methods.base import (
+    AUGMENT_RATES,
+    HYPER_RATES,
+    ROUNDS,
+    Learned,
+    Method,
+    Problem,
+)
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.methods.mode import MeasuredByBlocks
 from ntkmarglik.learn.predictive import BATCH, SCORED, posterior_scores
@@ -52,6 +59,12 @@ class Laplace(MeasuredByBlocks):
             batch_size=training.batch_size,
             ranks=None if problem.shares_blocks else problem.ranks,
         )
+
+    @classmethod
+    def uses(cls, config: Config) -> frozenset[str]:
+        steps = {"prior_steps", "aug_steps", "steps_per_block", "blocks_per_step", "shard_blocks"}
+        rates = HYPER_RATES | AUGMENT_RATES
+        return super().uses(config) | ROUNDS | rates | steps | {"aug_block"}
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from laplace_marglik import Evidence, Partition
 from laplace_marglik.evidence.on_blocks import OnBlocks
-from ntkmarglik.learn.methods.base import Method, Problem
+from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.methods.base import BLOCKS, Method, Problem
 
 SCORED_BLOCKS = 20  # blocks averaged for the final evidence of a stochastic estimator
 
@@ -39,6 +40,10 @@ class MeasuredByBlocks(AtMode):
     def __init__(self, problem: Problem, structure: str = "ntk"):
         super().__init__(problem, structure)
         self.structure = structure
+
+    @classmethod
+    def uses(cls, config: Config) -> frozenset[str]:
+        return BLOCKS | ({"kfac"} if cls.structure == "kfac" else set())
 
     def evidence(self) -> Evidence:
         """The mean over blocks (at most SCORED_BLOCKS of them) with its standard error."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from laplace_marglik import Evidence, GaussianPrior, SampledLaplace
 from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
 from laplace_marglik.schedule import is_due
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.config import Config, Sampling
 from ntkmarglik.learn.distributed import in_turn
 from ntkmarglik.learn.evaluate import joint_log_likelihood, metrics
-from ntkmarglik.learn.methods.base import Learned, Method, Problem
+from ntkmarglik.learn.methods.base import ROUNDS, Learned, Method, Problem
 from ntkmarglik.learn.methods.mode import AtMode
 from ntkmarglik.runs.loggers import Metrics
 
@@ -61,9 +62,10 @@ class SampledScore(AtMode):
 
     @classmethod
     def memory(cls, problem: Problem) -> int:
-        """Samples with their directions and residuals, and two vectors besides."""
+        """Samples with directions and residuals, rows of a preconditioner, two vectors besides."""
         sampling, data = problem.config.sampling, problem.data
-        numbers = (3 * sampling.samples + 2) * _n_parameters(problem)
+        vectors = 3 * sampling.samples + sampling.preconditioner_rows + 2
+        numbers = vectors * _n_parameters(problem)
         if sampling.curvature == "averaged":  # the outputs of samples
             numbers += sampling.samples * data.n_data * data.n_classes
         return numbers * data.x_train.element_size()
@@ -75,7 +77,8 @@ class SampledScore(AtMode):
             raise NtkMarglikError(
                 f"{problem.config.sampling.samples} posterior samples of "
                 f"{_n_parameters(problem):,} weights need about {needed / 1e9:.2g} GB, and "
-                f"{budget / 1e9:.2g} GB may be used (--memory-budget). Use fewer --samples."
+                f"{budget / 1e9:.2g} GB may be used (--memory-budget). Use fewer --samples or "
+                "--preconditioner-rows."
             )
 
     def baseline(self, fixed: Problem) -> Method:
@@ -182,6 +185,10 @@ class Sampled(SampledScore):
     @classmethod
     def run_name(cls, config: Config) -> str:
         return f"sampled-{config.sampling.samples}"
+
+    @classmethod
+    def uses(cls, config: Config) -> frozenset[str]:
+        return ROUNDS | {setting.name for setting in fields(Sampling)}
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
+
+from asdl_marglik import checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,3 +35,11 @@ class Dataset:
         """Shape (c, h, w) of one input."""
         c, h, w = self.x_train.shape[1:]
         return c, h, w
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs for other data, also where a single pixel or label is another."""
+        tensors = (self.x_train, self.y_train, self.x_test, self.y_test)
+        sizes = "-".join(str(len(t)) for t in tensors[::2])
+        sums = [f"{number & (2**64 - 1):016x}" for number in checksum(tensors).tolist()]
+        return f"{sizes}-{''.join(sums)}"

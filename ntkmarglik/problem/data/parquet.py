@@ -4,6 +4,7 @@ import functools
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,19 @@ def find_parquet(folder: Path, split: str) -> list[Path]:
     return [shards[i] for i in range(n_shards)]
 
 
+def labels_in(column: Any, path: Path) -> np.ndarray:
+    """Labels [n] int64 of a column of a Parquet file, which must hold whole numbers only."""
+    import pyarrow as pa
+
+    if not pa.types.is_integer(column.type) or column.null_count:
+        empty = f", {column.null_count} of them empty" if column.null_count else ""
+        raise NtkMarglikError(
+            f"{path}: labels should be whole numbers, but are {column.type}{empty}. Number the "
+            "classes from 0 on, or fetch the file of the Hugging Face hub."
+        )
+    return column.to_numpy().astype(np.int64)
+
+
 def read_parquet(
     path: Path, label: str, shape: tuple[int, int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +71,7 @@ def read_parquet(
                     f"label column {label!r}, but has {columns}. Replace it by the file of the "
                     "Hugging Face hub."
                 )
-            labels = file.read(columns=[label])[label].to_numpy().astype(np.int64)
+            labels = labels_in(file.read(columns=[label])[label], path)
             c, h, w = shape
             decode = functools.partial(_decode, file, path, image, shape)
             return cached(path, (len(labels), h, w, c), decode), labels

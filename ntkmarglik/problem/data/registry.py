@@ -38,13 +38,7 @@ def load(
     are nested, and hold the same images in every variant of a set. Digits come with scikit-learn
     and need no `root`.
     """
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise NtkMarglikError(
-            f"Unknown data set {name!r}. {hint}Known are {', '.join(BASES)}, each also with one "
-            f"of the suffixes {', '.join('_' + variant for variant in VARIANTS)}."
-        )
+    check_dataset(name)
     base, _, variant = name.partition("_")
     pictures = _read(base, Path(root))
     available = len(pictures.train[1])
@@ -62,6 +56,17 @@ def load(
     x_train, y_train = pictures.tensors(pictures.train, index, train_theta, like)
     x_test, y_test = pictures.tensors(pictures.test, everything, test_theta, like)
     return Dataset(name, x_train, y_train, x_test, y_test, pictures.n_classes)
+
+
+def check_dataset(name: str) -> None:
+    """Refuse a name that is none of DATASETS."""
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
+        raise NtkMarglikError(
+            f"Unknown data set {name!r}. {hint}Known are {', '.join(BASES)}, each also with one "
+            f"of the suffixes {', '.join('_' + variant for variant in VARIANTS)}."
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Networks by name: plain torch modules from images [n, c, h, w] to outputs [n, C]."""
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from ntkmarglik.problem.models.resnet import resnet, resnet50
 from ntkmarglik.problem.models.resnet_norm import resnet_norm
 from ntkmarglik.problem.models.wrn import wrn
 
-__all__ = ["DEPTH", "MODELS", "Model", "build", "check_uses"]
+__all__ = ["DEPTH", "MODELS", "Model", "build", "check_uses", "n_parameters"]
 
 DEPTH = 18  # of a network whose depth is not set
 
@@ -57,6 +58,20 @@ def check_uses(name: str, *, depth: int, width: int) -> None:
                 f"--{setting} {value}, but the model {name} has no {setting} to choose; leave it "
                 f"out, or use --model {' or '.join(users)}."
             )
+
+
+def n_parameters(
+    name: str, input_shape: tuple[int, int, int], n_classes: int, *, depth: int, width: int
+) -> float:
+    """Number of weights of a network that is not made; infinite beyond what can be counted."""
+    model = model_named(name)
+    sizes = {"depth": depth, "width": width}
+    try:
+        with torch.device("meta"):
+            network = model.make(input_shape, n_classes, **{use: sizes[use] for use in model.uses})
+    except (RuntimeError, OverflowError):  # the size of a tensor is no 64-bit number
+        return math.inf
+    return sum(p.numel() for p in network.parameters())
 
 
 def build(

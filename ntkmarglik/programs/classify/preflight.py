@@ -15,13 +15,16 @@ from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import local_size
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.schedule import hyper_epochs
-from ntkmarglik.machine.device import check_device, device_of
+from ntkmarglik.machine.device import check_device, device_of, dtype_of
 from ntkmarglik.machine.speed import Speed, seconds
-from ntkmarglik.problem.models import check_uses
-from ntkmarglik.settings import check_numbers
+from ntkmarglik.problem.data import Dataset, check_dataset
+from ntkmarglik.problem.models import check_uses, n_parameters
+from ntkmarglik.settings import check_values, warn_unused
 
 FEW = 32  # data points of a first timing
 PATIENCE = 2.0  # seconds that a timing may take
+# without an augmentation these change nothing
+OF_AUGMENTATION = frozenset({"aug_samples", "aug_init", "aug_steps", "lr_aug", "lr_aug_min"})
 WITH_GRADIENT = 3  # times the algebra of a value: an inverse and products with it besides
 
 
@@ -45,12 +48,24 @@ class Sizes:
 
 def check_settings(config: Config) -> None:
     """Refuse what is wrong whatever the data."""
-    check_numbers(config)
+    check_values(config)
+    check_dataset(config.problem.dataset)
     check_uses(config.problem.model, depth=config.problem.depth, width=config.problem.width)
     if config.hyperparameters.flip and config.hyperparameters.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
     check_device(config.run.device)
     _check_method(config)
+
+
+def warn_of_unused(config: Config) -> None:
+    """Say which of the flags that are given change nothing with this method or augmentation."""
+    method = METHODS.named(config.estimator.method)
+    names = set().union(*(METHODS[name].uses(config) for name in METHODS))
+    ignored = names - method.uses(config)
+    augment = config.hyperparameters.augment
+    if augment == "none":
+        ignored |= OF_AUGMENTATION
+    warn_unused(config, ignored, f"--method {method.name} and --augment {augment}")
 
 
 def _check_method(config: Config) -> None:
@@ -69,6 +84,36 @@ def _check_method(config: Config) -> None:
             f"--epochs {training.epochs} has no epoch for hyperparameter steps: they come every "
             f"{training.frequency} epochs from epoch {training.burnin} on (--frequency, "
             "--burnin). Use --burnin 1 --frequency 1, or --method map to learn none."
+        )
+
+
+def check_network(config: Config, data: Dataset) -> None:
+    """Refuse a network, or a training step, that no memory holds, before it is made."""
+    settings = config.problem
+    element = torch.empty(0, dtype=dtype_of(config)).element_size()
+    free = free_memory(device_of(config)) / local_size()
+    weights = n_parameters(
+        settings.model,
+        data.input_shape,
+        data.n_classes,
+        depth=settings.depth,
+        width=settings.width,
+    )
+    # with their gradients and two moments of an optimiser
+    if 4 * weights * element > free:
+        raise NtkMarglikError(
+            f"--model {settings.model} of --depth {settings.depth} and --width {settings.width} "
+            f"has {weights:.2g} weights, which take {4 * weights * element / 1e9:.2g} GB in "
+            f"training, and {free / 1e9:.2g} GB are free. Use a smaller one."
+        )
+    hyper = config.hyperparameters
+    batch = min(config.training.batch_size, data.n_data)
+    copies = hyper.aug_samples if hyper.augment != "none" else 1
+    inputs = batch * copies * data.x_train[0].numel() * element
+    if inputs > free:
+        raise NtkMarglikError(
+            f"A batch of {batch} inputs in {copies} copies takes {inputs / 1e9:.2g} GB, and "
+            f"{free / 1e9:.2g} GB are free. Use a smaller --batch-size or --aug-samples."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import yaml
 
 from laplace_marglik import GaussianPrior, Ranks
-from ntkmarglik.learn.distributed import by_first, meeting, rank, restarts
+from ntkmarglik.learn.distributed import by_first, meeting, rank, refuse_different, restarts
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.train import Trainer
@@ -21,7 +22,7 @@ from ntkmarglik.problem.models import build
 from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.runs import report
-from ntkmarglik.runs.folder import folder_of, name_of
+from ntkmarglik.runs.folder import folder_of, name_of, only_writer
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.resumable import check_written, how_to_continue, resumable_run
 from ntkmarglik.runs.summary import summarise
@@ -38,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(config: Config) -> report.Runs:
     """Train the configured method (and the MAP baseline), and show the comparison."""
     preflight.check_settings(config)
+    if rank() == 0:
+        preflight.warn_of_unused(config)
     if config.run.dry_run:
         return _dry_run(config) if rank() == 0 else {}
     config = config.updated(resume=config.run.resume or restarts() > 0)
@@ -46,22 +49,27 @@ def run(config: Config) -> report.Runs:
         if ranks is not None:  # the data may have to be downloaded
             ranks.from_first(lambda: _data(config) and None, "loading the data")
         data = _data(config)
+        refuse_different(ranks, "data", data.fingerprint)
         problem = prepare(config, data, ranks)
         sizes = preflight.check_sizes(config, problem)
         with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
             method = METHODS.named(config.estimator.method)(problem)
             path = by_first(ranks, lambda: folder_of(config), "choice of a folder")
-            with how_to_continue(path):
-                runs = _runs(problem, method, path)
-            if rank() == 0:
-                _show(runs, problem, path)
-                check_written((summary for _, summary in runs.values()), path)
+            with only_writer(path) if rank() == 0 else nullcontext():
+                with how_to_continue(path):
+                    runs = _runs(problem, method, path)
+                if rank() == 0:
+                    _show(runs, problem, path)
+                    check_written((summary for _, summary in runs.values()), path)
     return runs
 
 
 def _show(runs: report.Runs, problem: Problem, path: Path) -> None:
     """The table on the terminal, and the figure in the run folder."""
     example = problem.data.x_train[0]
+    ranges = next(iter(runs.values()))[1]["augmentation"]
+    if isinstance(problem.augment, AffineAugmentation):  # a finished run was not trained here
+        problem.augment.eta.data.copy_(torch.tensor(ranges))
     report.show(runs)
     report.save(runs, path / "figure.png", augment=problem.augment, example=example)
     print(f"run folder: {path}")
@@ -114,6 +122,7 @@ def baseline_of(config: Config) -> Config:
 
 def prepare(config: Config, data: Dataset, ranks: Ranks | None = None) -> Problem:
     """Network, prior and augmentation of a configuration, all drawn from its seed."""
+    preflight.check_network(config, data)
     device = machine.device_of(config)
     dtype = machine.dtype_of(config)
     settings = config.problem

@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from ntkmarglik.settings import (
+from ntkmarglik.settings import Settings, parse_as
+from ntkmarglik.values import (
     Limit,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,13 +18,11 @@ from ntkmarglik.settings import (
     PositiveFloat,
     PositiveFloats,
     PositiveInt,
-    Range,
-    Settings,
-    parse_as,
+    Share,
+    Threads,
 )
 
 Method = Literal["map", "map-gs", "map-bo", "la-lml", "la-clml", "elbo", "de-elbo"]
-SHARE = Range(lambda value: 0 < value < 1, "must be between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Search:
     """Grid of map-gs and la-clml; map-bo searches between its ends."""
     trials: PositiveInt = 20
     """Fits of map-bo before the last one on all data."""
-    held_out: Annotated[float, SHARE] = 0.2
+    held_out: Share = 0.2
     """Share of the training data held out by map-gs, map-bo and la-clml; the last fit has all of them."""
     draws: PositiveInt = 20
     """Draws of all weights for the scores of elbo, de-elbo and la-clml."""
@@ -68,8 +67,8 @@ class Task:
 
     FREE: ClassVar = ("data_root",)
 
-    checkpoint: str = "facebook/convnext-tiny-224"
-    """Pretrained network: a folder in the format of save_pretrained, or a name on the Hugging Face hub."""
+    checkpoint: str = "hub:facebook/convnext-tiny-224"
+    """Pretrained network: a folder in the format of save_pretrained, or hub:OWNER/NAME[@REVISION] on the Hugging Face hub."""
     dataset: str = "cifar10"
     """Images: digits, mnist, fmnist, usps, cifar10, cifar100, tinyimagenet, flowers102, pets37; texts: ag_news."""
     data_root: Path = Path("data")
@@ -111,7 +110,7 @@ class Run:
     """Seed of the training set, the new head and every random draw."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto takes a GPU if there is one."""
-    threads: NonNegativeInt = 0
+    threads: Threads = 0
     """CPU threads; 0 = torch's choice."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Run folder; by default runs/ and a name made of the settings."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import numpy as np
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.problem.data.digits import PIXEL_MAX, read_digits
 from ntkmarglik.problem.data.hub import download
-from ntkmarglik.problem.data.parquet import IMAGE_COLUMNS, find_parquet
+from ntkmarglik.problem.data.parquet import IMAGE_COLUMNS, find_parquet, labels_in
 from ntkmarglik.problem.data.sources import SOURCES, Source
 from ntkmarglik.problem.data.split import read_split
 
@@ -35,6 +36,14 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def fingerprint(self) -> str:
+        """Differs for other examples."""
+        digest = hashlib.sha256(self.labels.tobytes())
+        for source in self.inputs:
+            content = source.encode() if isinstance(source, str) else bytes(source)
+            digest.update(len(content).to_bytes(8, "big") + content)
+        return f"{len(self)}-{digest.hexdigest()[:16]}"
 
     def chosen(self, index: np.ndarray) -> Examples:
         """Some of them, in the order of `index`."""
@@ -66,12 +75,17 @@ def is_text(name: str) -> bool:
     return name in TEXTS
 
 
-def read(name: str, root: Path) -> tuple[Examples, Examples, int]:
-    """Training and test examples of a data set and its number of classes, downloaded if need be."""
+def check_dataset(name: str) -> None:
+    """Refuse a name that is none of NAMES."""
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise NtkMarglikError(f"Unknown data set {name!r}.{hint} Known are {', '.join(NAMES)}.")
+
+
+def read(name: str, root: Path) -> tuple[Examples, Examples, int]:
+    """Training and test examples of a data set and its number of classes, downloaded if need be."""
+    check_dataset(name)
     if name == "digits":
         train, test = read_digits()
         return _brightened(*train), _brightened(*test), 10
@@ -116,7 +130,7 @@ def _cells(source: Source, split: str, folder: Path, columns: Sequence[str]) -> 
             ) from error
         cells = table[column].to_pylist()
         inputs += [cell["bytes"] if isinstance(cell, dict) else cell for cell in cells]
-        label_columns.append(table[source.label].to_numpy().astype(np.int64))
+        label_columns.append(labels_in(table[source.label], path))
     labels = np.concatenate(label_columns)
     known = len(labels) and labels.min() >= 0 and labels.max() < source.n_classes
     if not known or any(cell is None for cell in inputs):

@@ -51,6 +51,10 @@ class Part:
     def __len__(self) -> int:
         return len(self.y)
 
+    def fingerprint(self) -> str:
+        """Differs for other examples."""
+        return self._examples.fingerprint()
+
     def chosen(self, index: np.ndarray) -> Part:
         """Some of these examples."""
         inputs = None

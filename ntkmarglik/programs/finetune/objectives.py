@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ LIKELIHOOD = "classification"
 
 class Objective(ABC):
     """A loss for the weights of a model under a prior whose groups are backbone and head."""
+
+    uses: ClassVar[tuple[str, ...]] = ()  # those of the search's settings that not all use
+    closed_form: ClassVar[bool] = False  # whether the prior is found, wherever it starts
 
     def __init__(
         self,
@@ -103,6 +106,8 @@ class Map(Objective):
 class LaplaceEvidence(Map):
     """The mode, its prior learned by the evidence of a diagonal empirical-Fisher Laplace."""
 
+    uses = ("laplace_every", "laplace_steps", "laplace_rate")
+
     def learn(self, part: Part) -> None:
         laplace = self._laplace(part)
         optimizer = torch.optim.Adam([self.prior.log_precision], self.search.laplace_rate)
@@ -123,6 +128,8 @@ class LaplaceEvidence(Map):
 class Elbo(Objective):
     """The ELBO of an isotropic Gaussian posterior; prior variances are optimal in closed form."""
 
+    uses: ClassVar[tuple[str, ...]] = ("sigma", "sigma_rate", "draws")
+    closed_form = True
     kappa: float | None = 1.0  # None: as configured
 
     def __init__(
@@ -174,6 +181,7 @@ class Elbo(Objective):
 class DataEmphasized(Elbo):
     """The data-emphasised ELBO (Harvey et al. 2025)."""
 
+    uses = (*Elbo.uses, "kappa")
     kappa = None
 
     def _own(self, elbo: Evidence, de_elbo: Evidence) -> Evidence:

@@ -61,6 +61,21 @@ class Plan:
         """Whether the prior is learned, or searched for."""
         return self.objective is not Map or self.candidates != "rates"
 
+    def uses(self) -> set[str]:
+        """The settings of the search that it uses."""
+        used = {"method", "rates", *self.objective.uses}
+        if self.candidates == "rates" and not self.objective.closed_form:
+            used |= {"backbone_decay", "head_decay"}
+        if self.candidates != "rates":
+            used |= {"backbone_decays", "head_decays"}
+        if self.candidates == "optimised":
+            used.add("trials")
+        if self.holds_out:
+            used.add("held_out")
+        if self.scores == "clml":
+            used.add("draws")
+        return used
+
     def n_fits(self, search: Search) -> int:
         """All fits, the last one on all data included."""
         fits = len(search.rates)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from laplace_marglik import GaussianPrior
 from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.programs.finetune.checkpoints import Place, explained, write_sums
 from ntkmarglik.programs.finetune.examples import Examples
 
 Inputs = Tensor | dict[str, Tensor]
@@ -49,13 +50,14 @@ class Classifier(nn.Module):
         """As a checkpoint that `load` reads."""
         with _quiet():
             self.network.save_pretrained(folder)  # type: ignore[operator]
+        write_sums(folder)
 
     @property
     def _dtype(self) -> torch.dtype:
         return next(self.network.parameters()).dtype
 
 
-def load(checkpoint: str, n_classes: int, *, text: bool, seed: int) -> Classifier:
+def load(place: Place, n_classes: int, *, text: bool, seed: int) -> Classifier:
     """The network of a checkpoint, in training mode, with a head drawn from the seed."""
     transformers = library()
     kind = (
@@ -63,19 +65,32 @@ def load(checkpoint: str, n_classes: int, *, text: bool, seed: int) -> Classifie
         if text
         else transformers.AutoModelForImageClassification
     )
-    with _explained(checkpoint, "network"), torch.random.fork_rng(), _quiet():
+    with explained(place, "network"), torch.random.fork_rng(), _quiet():
         # the library draws weights that a checkpoint lacks from torch's own generator
         torch.manual_seed(seed)
         network = kind.from_pretrained(
-            checkpoint,
+            place.name,
+            revision=place.revision or "main",
+            use_safetensors=True,  # the other format is a program that makes the weights
             num_labels=n_classes,
             ignore_mismatched_sizes=True,
             attn_implementation="eager",
             dtype=torch.float32,
         )
     model = Classifier(network)
+    _check_finite(model, place)
     _renew_head(model, torch.Generator().manual_seed(seed))
     return model.train()
+
+
+def _check_finite(model: Classifier, place: Place) -> None:
+    """Refuse a checkpoint whose weights are damaged."""
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"{model.backbone}.") and not parameter.isfinite().all():
+            raise NtkMarglikError(
+                f"--checkpoint {place.name}: the weights {name} are not finite; the checkpoint is "
+                "damaged, or was saved by a training that had diverged."
+            )
 
 
 def _renew_head(model: Classifier, generator: torch.Generator) -> None:
@@ -110,12 +125,12 @@ def l2_sp(model: Classifier, backbone: float, head: float) -> GaussianPrior:
 class Preparation:
     """Makes the inputs of a network from examples, as the checkpoint's own files say."""
 
-    def __init__(self, checkpoint: str, *, text: bool, max_length: int):
+    def __init__(self, place: Place, *, text: bool, max_length: int):
         transformers = library()
         kind = transformers.AutoTokenizer if text else transformers.AutoImageProcessor
         part = "tokenizer" if text else "image processor"
-        with _explained(checkpoint, part), _quiet():
-            self.processor = kind.from_pretrained(checkpoint)
+        with explained(place, part), _quiet():
+            self.processor = kind.from_pretrained(place.name, revision=place.revision or "main")
         self._text = text
         self._max_length = max_length
 
@@ -142,36 +157,6 @@ def library() -> Any:
     except ImportError as error:
         raise NtkMarglikError(f"Fine-tuning needs the transformers library: {INSTALL}") from error
     return transformers
-
-
-@contextlib.contextmanager
-def _explained(checkpoint: str, part: str) -> Iterator[None]:
-    """Errors of the library, in one sentence that says what to do."""
-    folder = Path(checkpoint)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise NtkMarglikError(
-            f"--checkpoint {checkpoint}: the folder has no config.json; save_pretrained makes one."
-        )
-    if not folder.is_dir() and (
-        folder.is_absolute() or checkpoint.count("/") > 1 or checkpoint.startswith(".")
-    ):
-        raise NtkMarglikError(
-            f"--checkpoint {checkpoint}: there is no such folder, and it is not a hub name like "
-            "OWNER/NAME."
-        )
-    try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = f"The {part} of the checkpoint {checkpoint}"
-        if not folder.is_dir():
-            what = (
-                f"There is no folder {checkpoint}, and the {part} of the hub's network of that name"
-            )
-        raise NtkMarglikError(
-            f"{what} cannot be loaded ({reason}). Give a folder made by save_pretrained of the "
-            "network and of its image processor or tokenizer, or a hub name and a network."
-        ) from error
 
 
 @contextlib.contextmanager

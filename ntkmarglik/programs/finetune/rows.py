@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.finetune.config import FinetuneConfig
-from ntkmarglik.runs.folder import read_summary
+from ntkmarglik.runs.folder import read_config, read_summary
 from ntkmarglik.runs.records import Row, as_text, grouped, values
 
 COLUMNS = (
@@ -49,7 +47,7 @@ def run_row(folder: Path) -> Row:
         raise NtkMarglikError(
             f"{folder} holds no finished run (summary.json); finish it with --resume."
         )
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings = read_config(folder)
     default, free = FinetuneConfig().flat(), FinetuneConfig().free()
     known = {
         k: tuple(v) if isinstance(v, list) else v

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import platform
 import time
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,24 +14,26 @@ import yaml
 
 from asdl_marglik import evaluating
 from laplace_marglik import MarginalLikelihood
+from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.distributed import refuse_several
 from ntkmarglik.learn.predictive import BATCH, SCORED, posterior_scores
 from ntkmarglik.machine import device as machine
 from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.programs.finetune import inputs, report
+from ntkmarglik.programs.finetune.checkpoints import find
 from ntkmarglik.programs.finetune.config import FinetuneConfig, parse
-from ntkmarglik.programs.finetune.examples import is_text
+from ntkmarglik.programs.finetune.examples import check_dataset, is_text
 from ntkmarglik.programs.finetune.fit import Fit
 from ntkmarglik.programs.finetune.objectives import LIKELIHOOD
-from ntkmarglik.programs.finetune.plan import Result, best
+from ntkmarglik.programs.finetune.plan import PLANS, Result, best
 from ntkmarglik.programs.finetune.pretrained import Preparation, l2_sp, load
 from ntkmarglik.programs.finetune.scores import evaluated
 from ntkmarglik.programs.finetune.transfer import Transfer
-from ntkmarglik.runs.folder import folder_named
+from ntkmarglik.runs.folder import CHECKPOINT, folder_named, only_writer
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.resumable import check_written, how_to_continue, resumable_run
 from ntkmarglik.runs.summary import commit
-from ntkmarglik.settings import check_numbers
+from ntkmarglik.settings import check_values, warn_unused
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,13 +45,15 @@ def run(config: FinetuneConfig) -> Metrics:
     """Fine-tune by the configured method; returns the summary."""
     refuse_several(config.script)
     check(config)
+    warn_of_unused(config)
     device = machine.device_named(config.run.device)
     task = config.task
     text = is_text(task.dataset)
     with machine.threads(config.run.threads or torch.get_num_threads()):
-        prepare = Preparation(task.checkpoint, text=text, max_length=task.max_length)
+        place = find(task.checkpoint)
+        prepare = Preparation(place, text=text, max_length=task.max_length)
         data = inputs.load(config, prepare, device)
-        model = load(task.checkpoint, data.n_classes, text=text, seed=config.run.seed).to(device)
+        model = load(place, data.n_classes, text=text, seed=config.run.seed).to(device)
         transfer = Transfer(config, model, data)
         if config.run.dry_run:
             print(yaml.safe_dump(config.flat(), sort_keys=False))
@@ -55,21 +61,43 @@ def run(config: FinetuneConfig) -> Metrics:
             return {}
         resume = config.run.resume
         path = config.run.out or folder_named(config.name, resume=resume)
-        with how_to_continue(path):
-            lines, summary = resumable_run(transfer, summarise, path, resume=resume)
-    report.show(summary)
-    report.save(config.search.method, lines, summary, path / "figure.png")
-    if config.run.save_model:
-        model.save(path / "model")
-        prepare.processor.save_pretrained(path / "model")
-    print(f"run folder: {path}")
-    check_written([summary], path)
+        with only_writer(path):
+            with how_to_continue(path):
+                lines, summary = resumable_run(transfer, summarise, path, resume=resume)
+            report.show(summary)
+            report.save(config.search.method, lines, summary, path / "figure.png")
+            if config.run.save_model:
+                _save_model(transfer, prepare, path)
+            print(f"run folder: {path}")
+            check_written([summary], path)
     return summary
+
+
+def _save_model(transfer: Transfer, prepare: Preparation, path: Path) -> None:
+    """The final network and what makes its inputs, as a checkpoint of its own."""
+    if not transfer.finished:
+        raise NtkMarglikError(
+            f"--save-model: {path} has the summary of the finished run, but its weights "
+            f"({CHECKPOINT}) are lost; run it again in another folder with --out."
+        )
+    prepare.processor.save_pretrained(path / "model")
+    transfer.model.save(path / "model")
+
+
+def warn_of_unused(config: FinetuneConfig) -> None:
+    """Say which of the flags that are given change nothing with this method or data."""
+    names = {setting.name for setting in fields(config.search)}
+    ignored = names - PLANS[config.search.method].uses()
+    if not is_text(config.task.dataset):
+        ignored.add("max_length")
+    where = f"--method {config.search.method} and --dataset {config.task.dataset}"
+    warn_unused(config, ignored, where)
 
 
 def check(config: FinetuneConfig) -> None:
     """Refuse what is wrong whatever the data."""
-    check_numbers(config)
+    check_values(config)
+    check_dataset(config.task.dataset)
     machine.check_device(config.run.device)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from asdl_marglik import checksum
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.machine.interrupts import deferred_interrupts
 from ntkmarglik.programs.finetune.config import FinetuneConfig
@@ -54,6 +57,14 @@ class Transfer:
         self.steps = 0
         # of training and scores; evaluations on test data are not a part of a method
         self.seconds = {"total": 0.0, "cpu": 0.0}
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        sums = checksum(self.initial.values()).tolist()
+        return {
+            "data": f"{self.data.train.fingerprint()}-{self.data.test.fingerprint()}",
+            "network": hashlib.sha256(str(sums).encode()).hexdigest()[:16],
+        }
 
     @property
     def position(self) -> int:
@@ -192,8 +203,7 @@ class Transfer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up a run where its checkpoint left it; with other settings nothing is changed."""
-        self.config.refuse_other(state["settings"])
+        """Take up a run where its checkpoint left it."""
         self.done = []
         for stored in state["done"]:
             settings = {name: value for name, value in stored.items() if name != "score"}

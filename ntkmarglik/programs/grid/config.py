@@ -20,17 +20,17 @@ from ntkmarglik.learn.config import (
     Training,
 )
 from ntkmarglik.learn.methods import METHODS
-from ntkmarglik.settings import (
+from ntkmarglik.settings import Choices, Settings, parse_as
+from ntkmarglik.values import (
     AnyFloat,
-    Choices,
     Fraction,
     Limit,
     NonNegativeInt,
     NonNegativeInts,
+    Points,
     PositiveFloat,
     PositiveInt,
-    Settings,
-    parse_as,
+    Threads,
 )
 
 METHOD.offer(METHODS)
@@ -51,7 +51,7 @@ class Grid:
 
     hyperparameter: Literal["prior", "rotation"] = "prior"
     """What varies: prior precision (1e-4 to 1e4, evenly in its logarithm) or rotation range (0 to pi, evenly)."""
-    points: PositiveInt = 100
+    points: Points = 100
     """Values on the grid."""
     structures: Annotated[tuple[str, ...], STRUCTURE.several()] = (
         "ntk",
@@ -121,7 +121,7 @@ class Place:
     """Number format of the network in training."""
     grid_precision: Literal["float32", "float64"] = "float64"
     """Number format of the network in the bounds; small prior precisions need float64."""
-    threads: NonNegativeInt = 1
+    threads: Threads = 1
     """CPU threads."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Folder of the trained network and of grid.csv; by default runs/ and a name made of the settings."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
 from tqdm import tqdm
 
+from asdl_marglik import check_weights
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import refuse_several
@@ -17,7 +19,7 @@ from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.run import prepare, train
-from ntkmarglik.programs.grid.bound import Bound, bounds_of, exact_bound
+from ntkmarglik.programs.grid.bound import INDUCING, Bound, bounds_of, exact_bound
 from ntkmarglik.programs.grid.config import CSV, GridConfig, parse
 from ntkmarglik.programs.grid.cost import seconds_of, shares_kernel
 from ntkmarglik.programs.grid.evaluate import (
@@ -29,7 +31,8 @@ from ntkmarglik.programs.grid.evaluate import (
 )
 from ntkmarglik.programs.grid.table import Table, row
 from ntkmarglik.runs import checkpoint
-from ntkmarglik.settings import check_numbers
+from ntkmarglik.runs.folder import check_writable, only_writer
+from ntkmarglik.settings import check_values, warn_unused
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(config: GridConfig) -> Path | None:
     """Evaluate every chosen bound that is not in the csv yet; returns the csv."""
     refuse_several(config.script)
-    check_numbers(config)
-    preflight.check_settings(config.run_config())
+    check(config)
+    warn_of_unused(config)
     state = _checkpoint(config) if config.reference.checkpoint is not None else None
     data = _data(config)
     bounds = bounds_of(config.grid, data.n_data)
@@ -53,16 +56,42 @@ def run(config: GridConfig) -> Path | None:
         reference = reference_of(problem, config)
         bounds = _fitting(reference, bounds, config)
         path = config.folder / CSV
-        table = Table.open(path, _command(problem.config), config)  # before anything is trained
-        if state is None:
-            method = METHODS.named(problem.config.estimator.method)(problem)
-            train(problem, method, config.folder / "reference", "reference network")
-            reference = reference_of(problem, config)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        evaluator = Evaluator(reference, config, share=shares_kernel(reference, bounds))
-        _fill(table, evaluator, bounds, config)
+        with only_writer(config.folder):
+            check_writable(config.folder)
+            table = Table.open(path, _command(problem.config), config)
+            table.tell_damage()
+            if state is None:
+                method = METHODS.named(problem.config.estimator.method)(problem)
+                train(problem, method, config.folder / "reference", "reference network")
+                reference = reference_of(problem, config)
+            evaluator = Evaluator(reference, config, share=shares_kernel(reference, bounds))
+            _fill(table, evaluator, bounds, config)
     print(f"{len(table.rows)} rows: {path}")
     return path
+
+
+def check(config: GridConfig) -> None:
+    """Refuse what is wrong whatever the data."""
+    check_values(config)
+    preflight.check_settings(config.run_config())
+
+
+def warn_of_unused(config: GridConfig) -> None:
+    """Say which of the flags that are given change nothing with the chosen bounds and network."""
+    grid = config.grid
+    ignored = set()
+    if INDUCING not in grid.partitions:
+        ignored.add("inducing")
+    if "kfac" not in grid.structures:
+        ignored.add("kfac")
+    if "single" not in grid.outputs:
+        ignored |= {"columns", "roots"}
+    if grid.hyperparameter == "prior":
+        ignored |= {"aug_samples", "aug_init", "aug_steps", "lr_aug", "lr_aug_min"}
+    if config.reference.checkpoint is not None:
+        ignored |= {"train_method", "train_subset", "train_outputs", "prior_precision", "aug_init"}
+        ignored |= {setting.name for setting in fields(config.training)}
+    warn_unused(config, ignored, "these bounds and this network")
 
 
 def _data(config: GridConfig) -> Dataset:
@@ -78,21 +107,25 @@ def _data(config: GridConfig) -> Dataset:
     )
 
 
-def is_complete(config: GridConfig) -> bool:
+def is_complete(config: GridConfig) -> bool | None:
     """Whether the csv has every chosen bound; a csv of other results is an error.
 
-    False if only the program can tell: the network is that of a checkpoint, or the exact value did
-    not fit in memory.
+    None if only the program can tell: the network is that of a checkpoint, or all that is missing
+    is the exact value, which may not fit in memory.
     """
     path = config.folder / CSV
-    if config.reference.checkpoint is not None or not path.exists():
+    if not path.exists():
         return False
+    if config.reference.checkpoint is not None:
+        return None
     table = Table.open(path, _command(config.run_config()), config)
     if not table.rows:
         return False
     values = values_of(config.grid)
     n_data = int(table.rows[0]["n_data"])
-    return not any(table.missing(bound, values) for bound in bounds_of(config.grid, n_data))
+    bounds = bounds_of(config.grid, n_data)
+    missing = [bound for bound in bounds if table.missing(bound, values)]
+    return None if missing == [exact_bound(n_data)] else not missing
 
 
 def _fill(table: Table, evaluator: Evaluator, bounds: list[Bound], config: GridConfig) -> None:
@@ -131,10 +164,18 @@ def _prepared(config: GridConfig, data: Dataset, state: dict | None) -> Problem:
     known = {name: value for name, value in state["settings"].items() if name in names}
     run_config = defaults.updated(**known).updated(device=config.place.device)
     problem = prepare(run_config, data)
-    problem.model.load_state_dict(state["model"])
-    problem.prior.load_state_dict(state["prior"])
-    if problem.augment is not None:
-        problem.augment.load_state_dict(state["augment"])
+    try:
+        problem.model.load_state_dict(state["model"])
+        problem.prior.load_state_dict(state["prior"])
+        if problem.augment is not None:
+            problem.augment.load_state_dict(state["augment"])
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise NtkMarglikError(
+            f"The weights in --checkpoint {config.reference.checkpoint} are not those of its "
+            f"network ({reason})."
+        ) from error
+    check_weights(problem.model)
     return problem
 
 
@@ -148,7 +189,13 @@ def _checkpoint(config: GridConfig) -> dict:
             f"--checkpoint {source}: there is no {path}; give the folder of a finished run."
         )
     state = checkpoint.load(path)
-    settings = state["settings"]
+    lacking = {"settings", "epoch", "model", "prior", "augment"} - state.keys()
+    if lacking or not isinstance(state["settings"], dict):
+        raise NtkMarglikError(
+            f"--checkpoint {source}: {path} is not a checkpoint of classification_image.py "
+            f"(it has no {', '.join(sorted(lacking)) or 'settings'})."
+        )
+    settings = {**Config().flat(), **state["settings"]}
     if state["epoch"] < settings["epochs"]:
         raise NtkMarglikError(
             f"The run in {source} stopped after epoch {state['epoch']} of {settings['epochs']}; "

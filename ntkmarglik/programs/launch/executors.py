@@ -19,7 +19,7 @@ import psutil
 import submitit
 from submitit.helpers import environment_variables
 
-from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.errors import REFUSED, NtkMarglikError
 from ntkmarglik.programs.launch.job import Job
 
 FOREVER = 60 * 24 * 365  # minutes; without a limit submitit ends a local job after two
@@ -30,6 +30,7 @@ REFRESH = 60.0
 PREEMPTED = 600.0  # seconds after which a pre-empted job that was not put back is taken for ended
 SAME_START = 2.0  # seconds by which clocks may move
 Status = Literal["queued", "running", "ended"]
+Again = Literal["counted", "free", "never"]  # whether a job that did not succeed is tried again
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,6 @@ class Executor(Protocol):
     def stop(self, ticket: Ticket) -> None: ...
 
 
-Again = Literal["counted", "free", "never"]  # whether a job that did not succeed is tried again
-
-
 def new_folder(root: Path) -> Path:
     """A folder that no job had before: results of jobs are found by their numbers, which return."""
     for number in itertools.count(len(list(root.glob("*")))):
@@ -77,12 +75,20 @@ def environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
 
 
-def result_of(job: submitit.Job[int]) -> str:
-    """Why a job whose result is there did not succeed; empty if it did."""
+def result_of(job: submitit.Job[int]) -> tuple[str, Again]:
+    """Why a job whose result is there did not succeed, if it did not, and whether to try again.
+
+    A program that refuses its command, or whose training diverges, would do so again.
+    """
     error = job.exception()
     if error is not None:
-        return str(error).split("----------------------")[-2].strip().splitlines()[-1]
-    return "" if job.result() == 0 else last_line(job.paths.stderr) or f"exit code {job.result()}"
+        lines = str(error).split("----------------------")[-2].strip().splitlines()
+        return lines[-1], "counted"
+    code = job.result()
+    if code == 0:
+        return "", "counted"
+    reason = last_line(job.paths.stderr) or f"exit code {code}"
+    return reason, "never" if code == REFUSED else "counted"
 
 
 def last_line(path: Path) -> str:
@@ -137,10 +143,10 @@ class Local:
         return "ended" if job.done() else "running"
 
     def failure(self, job: submitit.Job[int]) -> tuple[str, Again]:
-        """Why it did not succeed (empty if it did); every failure counts."""
+        """Why it did not succeed (empty if it did), and whether it is tried again."""
         if not job.paths.result_pickle.exists():
             return "it was killed", "counted"
-        return result_of(job), "counted"
+        return result_of(job)
 
     def stop(self, ticket: Ticket) -> None:
         """A run ends after its epoch, with a checkpoint; a second call ends it at once."""
@@ -266,7 +272,10 @@ class Slurm:
 
     def failure(self, job: submitit.Job[int]) -> tuple[str, Again]:
         """Why it did not succeed (empty if it did); who cancels a job does not want it again."""
-        reason = result_of(job) if job.paths.result_pickle.exists() else "it left no result"
+        reason: str = "it left no result"
+        again: Again = "counted"
+        if job.paths.result_pickle.exists():
+            reason, again = result_of(job)
         if not reason:
             return "", "counted"
         state = job.get_info(mode="force").get("State", "UNKNOWN")
@@ -275,9 +284,9 @@ class Slurm:
         if state == "PREEMPTED":
             return "it was pre-empted", "free"
         job.exception()  # waits for a result that a slow file system shows late
-        return result_of(
-            job
-        ) if job.paths.result_pickle.exists() else f"{reason} (SLURM: {state})", "counted"
+        if job.paths.result_pickle.exists():
+            return result_of(job)
+        return f"{reason} (SLURM: {state})", again
 
     def stop(self, ticket: Ticket) -> None:
         """Cancel a job."""

@@ -1,23 +1,20 @@
-"""What a job does: one line of a command file, in its own process, alone in its folder."""
+"""What a job does: one line of a command file, in its own process."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ntkmarglik.errors import INTERRUPTED
+from ntkmarglik.runs.lock import wait_for_writer
+
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
-
-LOCK = ".lock"  # in the folder of a run
-INTERRUPTED = 130  # exit code of a program that was asked to stop
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class Job:
             # `--stop`; submitit would ignore it
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         os.chdir(self.place)
-        with alone(self.folder):
-            code = pkgutil.resolve_name(self.program)(list(self.arguments))
+        wait_for_writer(self.folder)
+        code = pkgutil.resolve_name(self.program)(list(self.arguments))
         if code == INTERRUPTED and not local:
             sys.exit(
                 code
@@ -58,27 +55,3 @@ class Job:
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
-
-
-@contextlib.contextmanager
-def alone(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder; a lock ends with its process, however that ends.
-
-    A process can be alive that no launcher knows of: its parent was killed, or the launcher before
-    it was written down. With `wait`, whoever comes second waits for it; else BlockingIOError.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise
-            print(f"waiting for another process that works in {folder}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            print(
-                f"warning: no locks in {folder} ({error.strerror}); two jobs could meet there",
-                file=sys.stderr,
-            )
-        yield

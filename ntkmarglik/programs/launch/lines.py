@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shlex
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.methods import METHODS
@@ -18,12 +13,14 @@ from ntkmarglik.programs.classify.config import parse as parse_run
 from ntkmarglik.programs.classify.preflight import check_settings
 from ntkmarglik.programs.grid.config import CSV, GridConfig
 from ntkmarglik.programs.grid.config import parse as parse_grid
+from ntkmarglik.programs.grid.run import check as check_grid
 from ntkmarglik.programs.grid.run import is_complete
 from ntkmarglik.programs.grid.table import read as read_grid
 from ntkmarglik.programs.launch import processes
 from ntkmarglik.programs.launch.job import Job
-from ntkmarglik.runs.folder import folder_of, read_metrics, read_summary
-from ntkmarglik.settings import S, check_numbers
+from ntkmarglik.runs.folder import CONFIG, folder_of, read_config, read_summary
+from ntkmarglik.runs.metrics import read_metrics
+from ntkmarglik.settings import refusing
 
 
 @dataclass(frozen=True)
@@ -82,9 +79,8 @@ class RunLine:
             raise NtkMarglikError("--dry-run makes no run; leave it out.")
         # a job may have a GPU where this machine has none
         check_settings(self.config.updated(device="cpu"))
-        stored = self.folder / "config.yaml"
-        if stored.exists():
-            self.config.refuse_other(yaml.safe_load(stored.read_text()))
+        if (self.folder / CONFIG).exists():
+            self.config.refuse_other(read_config(self.folder))
 
 
 @dataclass(frozen=True)
@@ -111,8 +107,8 @@ class GridLine:
             Path.cwd(),
         )
 
-    def finished(self) -> bool:
-        """Whether its csv has all that the line asks for."""
+    def finished(self) -> bool | None:
+        """Whether its csv has all that the line asks for; None if only the program can tell."""
         return is_complete(self.config)
 
     def progress(self) -> str:
@@ -126,8 +122,7 @@ class GridLine:
         """Refuse what cannot run, or would be put among other results."""
         if self.config.place.dry_run:
             raise NtkMarglikError("--dry-run makes no grid; leave it out.")
-        check_numbers(self.config)
-        check_settings(self.config.run_config().updated(device="cpu"))
+        check_grid(self.config.updated(device="cpu"))
         self.finished()
 
 
@@ -137,7 +132,7 @@ STARTS = (("python", Config), ("torchrun ...", Config), ("python", GridConfig))
 
 def latest(folder: Path, epochs: int) -> str:
     """The last epoch in a run folder, and each metric as it was last measured."""
-    recorded = read_metrics(folder)
+    recorded = read_metrics(folder, quiet=True)
     if not recorded:
         return "starting"
     known = {name: value for metrics in recorded for name, value in metrics.items()}
@@ -184,41 +179,17 @@ def _line(number: int, words: list[str]) -> Line:
     program, arguments = words[:2], words[2:]
     if words[0] == "torchrun" and Config.script in words:
         split = words.index(Config.script)
-        config = _parsed(parse_run, words[split + 1 :]).updated(resume=True)
+        config = refusing(parse_run, words[split + 1 :]).updated(resume=True)
         return RunLine(
             number, config.updated(out=folder_of(config)), processes.checked(words[1:split])
         )
     if program == ["python", Config.script]:
-        config = _parsed(parse_run, arguments).updated(resume=True)
+        config = refusing(parse_run, arguments).updated(resume=True)
         return RunLine(number, config.updated(out=folder_of(config)))
     if program == ["python", GridConfig.script]:
-        return GridLine(number, _parsed(parse_grid, arguments))
+        return GridLine(number, refusing(parse_grid, arguments))
     known = " or ".join(f"`{how} {kind.script} ...`" for how, kind in STARTS)
     raise NtkMarglikError(f"a line is {known}, but this is `{shlex.join(words)}`.")
-
-
-def _parsed(parse: Callable[[Sequence[str]], S], arguments: Sequence[str]) -> S:
-    """What a parser makes of arguments; what it would print before it exits is raised."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            return parse(arguments)
-    except SystemExit as error:
-        if not error.code:
-            raise NtkMarglikError("--help makes no run; leave it out.") from None
-        raise NtkMarglikError(_reason(said.getvalue())) from None
-
-
-def _reason(said: str) -> str:
-    """The parser's message without its frame, its title and its hints."""
-    lines = [line.strip(" │|") for line in said.splitlines()]
-    words = [line for line in lines if any(c.isalnum() for c in line)][1:]
-    hints = [
-        i
-        for i, line in enumerate(words)
-        if line.startswith(("For full helptext", "Argument helptext"))
-    ]
-    return " ".join(words[: hints[0] if hints else None]) or "the parser refuses it."
 
 
 def _refuse_shared_folder(line: Line, others: dict[Path, list[Line]]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 from collections.abc import Sequence
 
-from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.errors import INTERRUPTED, NtkMarglikError
 from ntkmarglik.learn.config import Config
-from ntkmarglik.programs.launch.job import INTERRUPTED
 
 MODULE = "ntkmarglik.programs.classify"  # what Config.script runs, wherever that is
 # options that say where processes meet
@@ -27,6 +27,7 @@ def checked(options: Sequence[str]) -> tuple[str, ...]:
     except SystemExit:
         reason = errors.getvalue().strip().rpartition("error: ")[2] or "--help makes no run"
         raise NtkMarglikError(f"torchrun refuses its options: {reason}.") from None
+    _check_numbers(settings)
     if settings.training_script != Config.script or settings.module or settings.no_python:
         raise NtkMarglikError(
             f"a line is `torchrun ... {Config.script} ...`, without -m or --no-python."
@@ -35,6 +36,22 @@ def checked(options: Sequence[str]) -> tuple[str, ...]:
         if getattr(settings, name) != parser.get_default(name):
             return tuple(options)
     return ("--standalone", *options)
+
+
+def _check_numbers(settings: argparse.Namespace) -> None:
+    """Refuse numbers of processes and machines that torchrun would only find to be none later."""
+    for name, value, words in (
+        ("nproc-per-node", settings.nproc_per_node, ("auto", "cpu", "gpu")),
+        ("nnodes", settings.nnodes, ()),
+    ):
+        numbers = str(value).split(":") if name == "nnodes" else [str(value)]
+        if str(value) in words:
+            continue
+        if len(numbers) > 2 or not all(n.isascii() and n.isdecimal() and int(n) for n in numbers):
+            choices = f", or {', '.join(words)}" if words else ""
+            raise NtkMarglikError(
+                f"torchrun --{name} must be a number greater than 0{choices}, but is {value!r}."
+            )
 
 
 def main(arguments: Sequence[str]) -> int:

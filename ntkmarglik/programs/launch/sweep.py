@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import submitit
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.launch.executors import Executor, Ticket
 from ntkmarglik.programs.launch.job import Job
-from ntkmarglik.runs import checkpoint
+from ntkmarglik.programs.launch.state import State, note_tickets, read_state
 
 Status = Literal["queued", "running", "done", "failed"]
 
@@ -33,7 +32,7 @@ class Task(Protocol):
 
     def job(self) -> Job: ...
 
-    def finished(self) -> bool: ...
+    def finished(self) -> bool | None: ...
 
     def progress(self) -> str: ...
 
@@ -129,10 +128,13 @@ class Sweep:
 
     def _ended(self, entry: Entry, job: submitit.Job[int]) -> str:
         reason, again = self.executor.failure(job)
-        if not reason or entry.task.finished():
+        finished = entry.task.finished()
+        # its results count, whatever it said at its end, unless only it can tell
+        if finished or (finished is None and not reason):
             entry.status = "done"
             entry.note = ""
             return f"{entry}: done"
+        reason = reason or "it ended without an error, but its results are not there"
         entry.failures += again != "free"
         entry.note = f"{reason} (log: {job.paths.stderr})"
         left = self.retries + 1 - entry.failures
@@ -165,6 +167,8 @@ class Sweep:
             tickets = self.executor.submit(
                 [entry.task.job() for entry in batch], self.folder / "jobs", slots
             )
+            commands = [entry.task.command for entry in batch]
+            note_tickets(self.executor.name, dict(zip(commands, tickets, strict=True)))
             for entry, ticket in zip(batch, tickets, strict=True):
                 entry.ticket = ticket
             self._save()
@@ -180,30 +184,28 @@ class Sweep:
             if entry.ticket or unfinished:
                 stored = None if entry.ticket is None else asdict(entry.ticket)
                 lines[entry.task.command] = {"failures": entry.failures, "ticket": stored}
-        state = {"executor": self.executor.name, "place": str(Path.cwd()), "lines": lines}
-        text = json.dumps(state, indent=1) + "\n"
-        checkpoint.replace(self.folder / "state.json", text.encode())
+        State(self.executor.name, str(Path.cwd()), lines).write(self.folder)
 
     def _recall(self) -> None:
         """Take over the jobs of the launcher before; what it gave up has all its tries again."""
-        path = self.folder / "state.json"
-        if not path.exists():
+        state = read_state(self.folder)
+        if state is None:
             return
-        state = json.loads(path.read_text())
-        stored = {command: line for command, line in state["lines"].items() if line["ticket"]}
+        stored = state.tickets()
         ours = {"executor": self.executor.name, "place": str(Path.cwd())}
         for name, value in ours.items():
-            if stored and state[name] != value:
+            theirs = getattr(state, name)
+            if stored and theirs != value:
                 raise NtkMarglikError(
-                    f"{path} has {len(stored)} jobs of {name} {state[name]}, but this is {value}; "
-                    "follow or stop them there first."
+                    f"{self.folder} has {len(stored)} jobs of {name} {theirs}, but this is "
+                    f"{value}; follow or stop them there first."
                 )
         for entry in self.entries:
-            line = state["lines"].get(entry.task.command)
+            line = state.lines.get(entry.task.command)
             if line is not None:
                 entry.failures = line["failures"] if line["failures"] <= self.retries else 0
-                entry.ticket = Ticket(**line["ticket"]) if line["ticket"] else None
+                entry.ticket = stored.get(entry.task.command)
         for command in stored.keys() - {entry.task.command for entry in self.entries}:
-            ticket = Ticket(**stored[command]["ticket"])
+            ticket = stored[command]
             if self.executor.status(self.executor.attach(ticket)) != "ended":
                 self.removed[command] = ticket

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from asdl_marglik.curvature.problem import Problem
 from asdl_marglik.curvature.structure import parts_of
 from asdl_marglik.curvature.term import Memory, Term
+from asdl_marglik.passes.room import room_on_machine
 
 SHARE = 0.5  # of the free memory that an estimate may take, unless a budget is given
 CHUNK_BYTES = 3 * 2**26  # activations of one chunk
@@ -172,23 +171,9 @@ def free_memory(device: torch.device) -> float:
     """Bytes that can still be had; infinite where the system does not say.
 
     Args:
-        device: a GPU, or the CPU for the memory of the machine.
+        device: a GPU, or the CPU for the memory of the machine, within the limits of this process
+            and of its group.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux: all there is, as what is free is not known
-        return _physical_memory()
-    for line in lines:
-        if line.startswith("MemAvailable"):
-            return 1024.0 * int(line.split()[1])
-    return _physical_memory()
-
-
-def _physical_memory() -> float:
-    """Bytes of the machine; infinite where the system does not say."""
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return float("inf")
+    return room_on_machine()

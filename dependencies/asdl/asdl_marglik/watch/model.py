@@ -389,8 +389,7 @@ def check_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise CurvatureError(
-                f"parameter {name!r} contains NaN or infinity; training has diverged before this "
-                "call"
+                f"parameter {name!r} contains NaN or infinity: training has diverged"
             )
 
 
