@@ -14,6 +14,7 @@ from ntkmarglik.errors import NtkMarglikError
 LARGEST_FLOAT = 1e30
 SMALLEST_FLOAT = 1e-30
 LARGEST_INT = 2**31 - 1
+FINITE = "finite"  # the rule that NaN and infinity break
 # bytes of a name and of a path that file systems take
 LONGEST_NAME = 255
 LONGEST_PATH = 1024
@@ -50,30 +51,36 @@ class Range:
             rules = [self._lower_rule()]
         if not rules:
             return
-        must = "must be numbers" if several else "must be"
+        kind = rules[0]
+        if several:
+            kind = "finite numbers" if kind == FINITE else f"numbers {kind}"
         verb = "are" if several else "is"
         shown = " ".join(map(_shown, numbers)) or "none"
-        raise NtkMarglikError(f"{flag} {must} {rules[0]}, but {verb} {shown}.")
+        raise NtkMarglikError(f"{flag} must be {kind}, but {verb} {shown}.")
 
     def _broken_rule(self, number: float) -> str:
         """What a number outside the range must be; empty for one that is inside."""
         if isinstance(number, float) and not math.isfinite(number):
-            return "" if self.infinite and number == math.inf else "finite"
-        if number < self.least or (self.above and number == self.least):
+            return "" if self.infinite and number == math.inf else FINITE
+        most = self._largest(number)
+        too_small = number < self.least or (self.above and number == self.least)
+        too_large = number > most or (self.below and number == most)
+        if self.most is not None and (too_small or too_large):
+            return f"{self._lower_rule()} and {self._upper_rule(most)}"
+        if too_small:
             return self._lower_rule()
         smallest = SMALLEST_FLOAT if isinstance(number, float) else 0
         if self.above and self.least == 0 and number < smallest:
             return f"at least {smallest:g}"
-        most = self._largest(number)
-        if number > most:
-            return f"at most {_shown(most)}"
-        if self.below and number == most:
-            return f"below {_shown(most)}"
-        return ""
+        return self._upper_rule(most) if too_large else ""
 
     def _lower_rule(self) -> str:
         """What keeps a number above the least one."""
         return f"{'greater than' if self.above else 'at least'} {_shown(self.least)}"
+
+    def _upper_rule(self, most: float) -> str:
+        """What keeps a number below the largest one."""
+        return f"{'below' if self.below else 'at most'} {_shown(most)}"
 
     def _largest(self, number: float) -> float:
         """The largest number of its type."""

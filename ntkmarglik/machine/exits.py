@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,14 +11,15 @@ import torch
 
 from asdl_marglik import CurvatureError
 from laplace_marglik import RanksError
-from ntkmarglik.errors import INTERRUPTED, PASSING, REFUSED, NtkMarglikError, PassingProblem
-from ntkmarglik.learn.distributed import rank
-
-# errors of a system that is busy or full for the moment
-OF_THE_MOMENT = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOMEM, errno.EAGAIN),
-    *(errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT),
+from ntkmarglik.errors import (
+    INTERRUPTED,
+    PASSING,
+    REFUSED,
+    NtkMarglikError,
+    PassingProblem,
+    of_system,
 )
+from ntkmarglik.learn.distributed import rank
 
 
 def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -> int:
@@ -58,8 +58,7 @@ def explained() -> Iterator[None]:
         if error.strerror is None:  # of a library, which may mean anything by it
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
-        kind = PassingProblem if error.errno in OF_THE_MOMENT else NtkMarglikError
-        raise kind(f"{where}{error.strerror}.") from error
+        raise of_system(error, f"{where}{error.strerror}.") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ntkmarglik.errors import NtkMarglikError
+from ntkmarglik.errors import NtkMarglikError, of_system
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.runs import checkpoint, metrics
@@ -25,6 +26,7 @@ CHECKPOINT = "checkpoint.pt"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 LINES = "lines"  # of a checkpoint: the metrics up to it
+DIGEST = "digest"  # of a summary: by which damage is noticed
 
 
 class RunFolder:
@@ -57,12 +59,13 @@ class RunFolder:
         make_folder(path, new=False)
         self._lock = FolderLock(path)
         check_writable(path)
+        self._config = config
         self._warned: set[str] = set()
         self._carried = carried or {}
         self.unwritten: set[str] = set()  # files whose last content found no room
         self.epochs: list[Metrics] = list(lines or [])
-        if not (path / CONFIG).exists():
-            self._replace(CONFIG, yaml.safe_dump(config.flat(), sort_keys=False))
+        if not holds_config(path, config):
+            self._replace(CONFIG, _config_text(config))
         self._whole = self._replace_metrics()
         self._mirrors = Mirrors(path, config, unit)
 
@@ -83,10 +86,12 @@ class RunFolder:
         self._try(CHECKPOINT, lambda: checkpoint.save(self.path / CHECKPOINT, whole))
 
     def finish(self, summary: Metrics) -> None:
-        """Write the summary."""
+        """Write the summary, and once more what found no room before."""
         if not self._whole:
             self._whole = self._replace_metrics()
-        self._replace(SUMMARY, json.dumps(summary, indent=2) + "\n")
+        if CONFIG in self.unwritten:
+            self._replace(CONFIG, _config_text(self._config))
+        self._replace(SUMMARY, summary_text(summary))
 
     def close(self, summary: Metrics) -> None:
         """Close the mirrors; the summary is empty if the run did not come to its end."""
@@ -136,29 +141,50 @@ def holds_run(path: Path) -> bool:
     return any((path / name).exists() for name in (metrics.NAME, CHECKPOINT, SUMMARY, "baseline"))
 
 
-def restore_lines(path: Path, lines: list[Metrics]) -> None:
-    """Write the lines of a finished run again, if its file has others than its checkpoint."""
+def mend(path: Path, config: Settings, lines: list[Metrics]) -> None:
+    """Write the lines and settings of a finished run again, if its files have others."""
     text = metrics.as_text(lines)
-    with contextlib.suppress(OSError):
-        if (path / metrics.NAME).read_bytes() == text.encode():
-            return
+    whole = {metrics.NAME: text} if _read(path / metrics.NAME) != text else {}
+    if not holds_config(path, config):
+        whole[CONFIG] = _config_text(config)
+    for name, content in whole.items():
+        try:
+            checkpoint.replace(path / name, content.encode())
+            print(f"{path / name} was damaged: restored from {CHECKPOINT}", file=sys.stderr)
+        except OSError as error:
+            print(
+                f"warning: {path / name} is damaged and cannot be restored ({error.strerror})",
+                file=sys.stderr,
+            )
+
+
+def _read(path: Path) -> str:
+    """What a file holds; nothing if it cannot be read as text."""
     try:
-        checkpoint.replace(path / metrics.NAME, text.encode())
-        print(f"{path / metrics.NAME} was damaged: restored from {CHECKPOINT}", file=sys.stderr)
-    except OSError as error:
-        print(
-            f"warning: {path / metrics.NAME} is damaged and cannot be restored ({error.strerror})",
-            file=sys.stderr,
-        )
+        return path.read_bytes().decode()
+    except (OSError, ValueError):
+        return ""
+
+
+def summary_text(summary: Metrics) -> str:
+    """A summary as it stands in its file, with a digest of itself."""
+    return json.dumps({**summary, DIGEST: _digest(summary)}, indent=2) + "\n"
+
+
+def _digest(summary: Metrics) -> str:
+    return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_summary(path: Path) -> Metrics | None:
     """The summary of a finished run; None without one, and for one that is damaged."""
     try:
-        summary = json.loads((path / SUMMARY).read_bytes().decode())
-    except (OSError, ValueError, RecursionError):
+        summary = json.loads(_read(path / SUMMARY))
+    except (ValueError, RecursionError):
         return None
-    return summary if isinstance(summary, dict) else None
+    if not isinstance(summary, dict) or not summary:
+        return None
+    digest = summary.pop(DIGEST, None)  # earlier versions wrote none
+    return summary if digest in (None, _digest(summary)) else None
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -167,6 +193,20 @@ def read_config(path: Path) -> dict[str, Any]:
     if not settings:
         raise NtkMarglikError(f"{path / CONFIG} is empty: the settings of this run are lost.")
     return settings
+
+
+def holds_config(path: Path, config: Settings) -> bool:
+    """Whether a folder has the settings of a run, whole, and no others."""
+    try:
+        stored = read_config(path)
+        config.refuse_other(stored)
+    except NtkMarglikError:
+        return False
+    return config.flat().keys() <= stored.keys()
+
+
+def _config_text(config: Settings) -> str:
+    return yaml.safe_dump(config.flat(), sort_keys=False)
 
 
 def name_of(config: Config) -> str:
@@ -219,9 +259,9 @@ def make_folder(path: Path, *, new: bool) -> bool:
             return False
         raise NtkMarglikError(f"{path} is a file; choose another run folder with --out.") from None
     except OSError as error:
-        reason = error.strerror
-        raise NtkMarglikError(
-            f"The run folder {path} cannot be made ({reason}); choose another with --out."
+        raise of_system(
+            error,
+            f"The run folder {path} cannot be made ({error.strerror}); choose another with --out.",
         ) from error
     return True
 
@@ -240,9 +280,10 @@ def check_writable(path: Path) -> None:
         checkpoint.replace(probe, b"can this folder be written to?")
         probe.unlink()
     except OSError as error:
-        raise NtkMarglikError(
+        raise of_system(
+            error,
             f"No file can be written to {path} ({error.strerror}); make room there or choose "
-            "another folder with --out."
+            "another folder with --out.",
         ) from error
 
 

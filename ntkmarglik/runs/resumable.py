@@ -21,9 +21,9 @@ from ntkmarglik.runs.folder import (
     LINES,
     NoFolder,
     RunFolder,
+    mend,
     read_config,
     read_summary,
-    restore_lines,
 )
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.metrics import from_text, read_metrics
@@ -183,7 +183,7 @@ def _past(task: Resumable, path: Path, resume: bool) -> Past:
         for fault in faults:
             print(f"warning: {fault} Continuing from {version}, the one before.", file=sys.stderr)
         if past.summary is not None and task.finished:
-            restore_lines(path, past.lines)
+            mend(path, task.config, past.lines)
         return past
     if faults:
         raise faults[0]

@@ -6,8 +6,12 @@ import subprocess
 import time
 from pathlib import Path
 
+from ntkmarglik.errors import PASSING, REFUSED
+from ntkmarglik.runs.folder import only_writer
+
 
 def note(folder, text):
+    Path(folder).mkdir(parents=True, exist_ok=True)
     with (Path(folder) / "log").open("a") as file:
         file.write(f"{text}\n")
 
@@ -22,6 +26,7 @@ def done(folder):
 
 def first(folder):
     """Whether this is the first call for a folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     there = (Path(folder) / "called").exists()
     (Path(folder) / "called").touch()
     return not there
@@ -34,7 +39,7 @@ def good(arguments):
 def fails_first(arguments):
     if first(arguments[0]):
         os.write(2, b"error: not yet\n")
-        return 2
+        return PASSING
     return done(arguments[0])
 
 
@@ -59,19 +64,32 @@ def is_put_back_first(arguments):
     return done(arguments[0])
 
 
+def refuses(arguments):
+    note(arguments[0], "called")
+    os.write(2, b"error: training has diverged\n")
+    return REFUSED
+
+
+def ends_without_results(arguments):
+    """As a program that says nothing of a full disk."""
+    note(arguments[0], "called")
+    return 0
+
+
 def raises(arguments):
     raise RuntimeError("never")
 
 
 def waits(arguments):
-    """Until a file says so."""
-    note(arguments[0], f"start {time.time()}")
-    try:
-        while not (Path(arguments[0]) / "go").exists():
-            time.sleep(0.02)
-    except KeyboardInterrupt:
-        note(arguments[0], "interrupted")
-        return 130
-    note(arguments[0], f"end {time.time()}")
-    (Path(arguments[0]) / "summary.json").write_text("{}")
+    """Until a file says so, as the only writer of its folder."""
+    with only_writer(Path(arguments[0])):
+        note(arguments[0], f"start {time.time()}")
+        try:
+            while not (Path(arguments[0]) / "go").exists():
+                time.sleep(0.02)
+        except KeyboardInterrupt:
+            note(arguments[0], "interrupted")
+            return 130
+        note(arguments[0], f"end {time.time()}")
+        (Path(arguments[0]) / "summary.json").write_text("{}")
     return 0

@@ -1,9 +1,9 @@
 """Runs of the runner that take a second, and what is compared of them."""
 
-import json
 import shlex
 from pathlib import Path
 
+from ntkmarglik.runs.folder import read_summary
 from ntkmarglik.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,5 @@ def without_costs(metrics):
 def results(path):
     """Everything a run and its baseline computed."""
     folders = [path, path / "baseline"] if (path / "baseline").exists() else [path]
-    summaries = [
-        without_costs(json.loads((folder / "summary.json").read_text())) for folder in folders
-    ]
+    summaries = [without_costs(read_summary(folder)) for folder in folders]
     return summaries, [[without_costs(line) for line in read_metrics(folder)] for folder in folders]

@@ -61,6 +61,17 @@ def test_failures_are_tried_again_and_the_limit_is_kept(place):
     ] == 2
 
 
+def test_what_would_fail_again_is_not_tried_again_and_results_are_asked_for(place):
+    tasks = fakes(place, "refuses", "ends_without_results")
+    sweep = sweep_of(tasks, place)
+    follow(sweep)
+    assert [entry.status for entry in sweep.entries] == ["failed", "failed"]
+    assert tasks[0].log() == ["called"]
+    assert "training has diverged" in sweep.entries[0].note
+    assert tasks[1].log() == ["called", "called"]
+    assert "its results are not there" in sweep.entries[1].note
+
+
 def launched(tasks, place):
     """A launcher in another process with a terminal's process group, and the reading end of its
     output.

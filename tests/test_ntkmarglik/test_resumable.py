@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
+import torch
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.runs import resumable
+from ntkmarglik.runs import checkpoint, resumable
 from ntkmarglik.runs.folder import RunFolder, read_summary
 from ntkmarglik.runs.metrics import read_metrics
 from ntkmarglik.runs.resumable import how_to_continue, resumable_run
@@ -32,6 +34,7 @@ class Counter:
 
     unit = "count"
     ranks = None
+    identity: ClassVar = {"data": "the numbers from 1 on"}
 
     def __init__(self, goal=4, fails_at=0):
         self.config = CountingConfig(Counting(goal))
@@ -48,7 +51,6 @@ class Counter:
         return self.position == self.total
 
     def restore(self, state):
-        self.config.refuse_other(state["settings"])
         self.position = state["position"]
 
     def run(self, folder, progress=None):
@@ -130,13 +132,57 @@ def test_a_run_that_lacks_only_its_summary_gets_it(path):
     assert resumable_run(Counter(), summarise, path, resume=True) == (LINES, {"counted": 4})
 
 
-def test_a_finished_run_without_its_checkpoint_is_refused(path):
+def test_a_finished_run_without_its_checkpoint_is_what_its_files_say(path, monkeypatch):
     resumable_run(Counter(), summarise, path, resume=False)
-    (path / "checkpoint.pt").unlink()
+    for file in path.glob("checkpoint*"):
+        file.unlink()
     before = contents(path)
-    with pytest.raises(NtkMarglikError, match="finished run without its checkpoint"):
+    monkeypatch.setattr(Counter, "run", lambda *_: pytest.fail("a finished run was run again"))
+    assert resumable_run(Counter(), summarise, path, resume=True) == (LINES, {"counted": 4})
+    with pytest.raises(NtkMarglikError, match="goal = 4"):
+        resumable_run(Counter(goal=9), summarise, path, resume=True)
+    assert contents(path) == before
+
+
+def test_damaged_lines_and_settings_of_a_finished_run_are_restored(path, capsys):
+    resumable_run(Counter(), summarise, path, resume=False)
+    before = contents(path)
+    (path / "metrics.jsonl").write_text("")
+    (path / "config.yaml").write_text("goal: 4\n")
+    assert resumable_run(Counter(), summarise, path, resume=True) == (LINES, {"counted": 4})
+    assert contents(path) == before
+    assert capsys.readouterr().err.count("was damaged: restored") == 2
+
+
+@pytest.mark.parametrize("lost", ["position", "lines", "origin", "settings"])
+def test_a_checkpoint_with_missing_entries_gives_way_to_the_one_before(path, lost, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        resumable_run(Counter(fails_at=3), summarise, path, resume=False)
+    file = path / "checkpoint.pt"
+    state = checkpoint.load(file)
+    del state[lost]
+    file.unlink()  # which the one before may be another name of
+    torch.save(state, file)
+    assert resumable_run(Counter(), summarise, path, resume=True) == (LINES, {"counted": 4})
+    said = capsys.readouterr().err
+    assert "is not a checkpoint of this run" in said and "continuing after count 2" in said
+
+
+def test_other_data_are_refused_and_other_circumstances_are_told(path, monkeypatch, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        resumable_run(Counter(fails_at=2), summarise, path, resume=False)
+    before = contents(path)
+    monkeypatch.setattr(Counter, "identity", {"data": "the numbers from 2 on"})
+    with pytest.raises(NtkMarglikError, match="The data of the run to resume"):
         resumable_run(Counter(), summarise, path, resume=True)
     assert contents(path) == before
+    monkeypatch.undo()
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    _, summary = resumable_run(Counter(), summarise, path, resume=True)
+    (change,) = summary["continued"]
+    assert change["after"] == "count 2" and change["with"][0].startswith("threads 77 instead of")
+    assert "will not be bit for bit" in capsys.readouterr().err
+    assert resumable_run(Counter(), summarise, path, resume=True)[1] == summary
 
 
 def test_a_folder_that_holds_a_run_is_refused_without_resume(path):
