@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -114,6 +115,18 @@ def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks |
     # not after an error: the others may not answer
     ranks.barrier("end")  # a rank that leaves early closes connections that others still use
     dist.destroy_process_group()
+
+
+def leave_others(code: int) -> None:
+    """End this process after an error, if it has met others.
+
+    They may be gone: closing the connections to them would end it by a signal (SIGABRT), without
+    its exit code.
+    """
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def by_first(ranks: Ranks | None, compute: Callable[[], T], step: str) -> T:

@@ -19,7 +19,7 @@ from ntkmarglik.errors import (
     PassingProblem,
     of_system,
 )
-from ntkmarglik.learn.distributed import rank
+from ntkmarglik.learn.distributed import leave_others, rank
 
 
 def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -> int:
@@ -28,6 +28,13 @@ def exit_code(program: Callable[[], object], interrupted: str = "interrupted") -
     0 if it ends well, REFUSED after an error that it would meet again, PASSING after one that it
     may not, INTERRUPTED after an interrupt.
     """
+    code = _run(program, interrupted)
+    if code:
+        leave_others(code)
+    return code
+
+
+def _run(program: Callable[[], object], interrupted: str) -> int:
     try:
         with explained():
             program()

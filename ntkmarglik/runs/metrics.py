@@ -28,12 +28,17 @@ def from_text(text: str) -> tuple[list[Metrics], int]:
     last = -1
     for written in whole:
         try:
-            line = json.loads(written)
+            line = dict(json.loads(written).items())
             position = next((line[name] for name in POSITIONS if name in line), last + 1)
             if position > last:
                 last = position
                 lines.append(line)
-        except (ValueError, TypeError, RecursionError):  # not json, or not a line of a run
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):  # not json, or not a line of a run
             continue
     return lines, len(whole) - len(lines)
 

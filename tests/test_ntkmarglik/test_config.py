@@ -58,8 +58,9 @@ FLAGS = [
 
 
 def written(tmp_path, text, name="settings.yaml"):
+    """A file with a text, or with bytes."""
     path = tmp_path / name
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(path)
 
 
@@ -144,6 +145,15 @@ def test_a_wrong_flag_is_refused_with_a_suggestion(arguments, parts, capsys):
         ("training: {epochs: 3}", ["'training'"]),
         ("- epochs", ["name: value", "list"]),
         ("epochs: {", ["not valid yaml"]),
+        ("epochs: 3\nepochs: 4", ["'epochs' stands there twice"]),
+        ("epochs: 2026-99-99", ["not valid yaml"]),
+        ("classes: [[1], 2]", ["classes"]),
+        ("epochs: " + "[" * 3000, ["nested too deeply"]),
+        ("x" * 400 + ": 1", ["unknown setting 'xxx", "..."]),
+        ("seed: " + "9" * 5000, ["not valid yaml", "digits"]),
+        ("#" * (2**20 + 1), ["no file of settings"]),
+        (b"lr: \xff\xfe", ["not text in UTF-8"]),
+        (b"lr: 0.1\x00", ["not valid yaml"]),
     ],
 )
 def test_a_wrong_yaml_file_is_refused_with_a_suggestion(text, parts, tmp_path, capsys):

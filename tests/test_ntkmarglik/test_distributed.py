@@ -188,6 +188,55 @@ def test_a_rank_that_hangs_ends_the_run_and_any_number_of_ranks_continues_it(und
     agree(path, undisturbed)
 
 
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["abc", "-1", "", "1e3", "9" * 30])
+def test_an_environment_that_torchrun_would_not_make_is_refused(
+    variable, value, monkeypatch, capsys
+):
+    monkeypatch.setenv(variable, value)
+    assert main([*LONG, "--method", "map"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: {variable} in the environment must be") and "torchrun" in said
+
+
+def test_a_rank_beyond_their_number_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert main([*LONG, "--method", "map"]) == 2
+    assert "RANK=3, but WORLD_SIZE=1" in capsys.readouterr().err
+
+
+OTHER_DATA = """
+import dataclasses, os, sys
+from ntkmarglik.programs.classify import run
+
+load = run.load
+
+def other(*arguments, **options):
+    data = load(*arguments, **options)
+    if os.environ["RANK"] == "0":
+        return data
+    if "CHANGE" == "pixel":
+        data.x_train[3, 0, 2, 2] += 1
+        return data
+    return dataclasses.replace(data, x_train=data.x_train[:-1], y_train=data.y_train[:-1])
+
+run.load = other
+sys.exit(run.main())
+"""
+
+
+@pytest.mark.parametrize("change", ["pixel", "number"])
+def test_ranks_with_different_data_are_refused(change, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(OTHER_DATA.replace("CHANGE", change))
+    process = torchrun(2, program, *LONG, "--out", tmp_path / "run")
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode != 0
+    for rank in ("error:", "error on rank 1:"):
+        assert f"{rank} The processes have different data" in said
+    assert "SIGABRT" not in said and not (tmp_path / "run").exists()
+
+
 LINE = (
     "torchrun --nproc-per-node 2 classification_image.py --method map --subset 20 --n-data 20 "
     "--epochs 2 --model mlp"

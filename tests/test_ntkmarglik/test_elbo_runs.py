@@ -123,7 +123,7 @@ def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path, monkeypatch):
     "flags, words",
     [
         ("--method elbo --kappa 5", ["--kappa 5", "de-elbo"]),
-        ("--method de-elbo --kappa -1", ["--kappa", "negative"]),
+        ("--method de-elbo --kappa -1", ["--kappa", "at least 0"]),
         ("--method de-elbo --sigma 0", ["--sigma", "greater than 0"]),
         ("--method de-elbo --posterior full", ["--posterior", "'full'"]),
     ],

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
 import torch
 import transformers
 import yaml
@@ -22,13 +24,15 @@ from torch import nn
 
 from laplace_marglik import DiagonalLaplace
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.finetune import examples, inputs, pretrained, rows
+from ntkmarglik.programs.finetune import checkpoints, examples, inputs, pretrained, rows
+from ntkmarglik.programs.finetune.checkpoints import Place
 from ntkmarglik.programs.finetune.config import FinetuneConfig, Search, parse
 from ntkmarglik.programs.finetune.fit import Fit
 from ntkmarglik.programs.finetune.objectives import Map
 from ntkmarglik.programs.finetune.plan import PLANS, Candidate, Result, best
 from ntkmarglik.programs.finetune.run import main
 from ntkmarglik.programs.finetune.scores import macro_accuracy
+from ntkmarglik.runs.folder import read_summary
 from ntkmarglik.runs.metrics import read_metrics
 
 WORDS = {
@@ -163,7 +167,7 @@ def news(bert, root, *more):
 
 
 def summary_of(path):
-    return json.loads((path / "summary.json").read_text())
+    return read_summary(path)
 
 
 def without_times(value):
@@ -181,7 +185,7 @@ def without_times(value):
 
 def test_the_backbone_is_the_checkpoints_and_the_head_is_new(convnext):
     stored = transformers.ConvNextForImageClassification.from_pretrained(convnext).state_dict()
-    models = [pretrained.load(convnext, 3, text=False, seed=seed) for seed in (0, 0, 1)]
+    models = [pretrained.load(Place(convnext), 3, text=False, seed=seed) for seed in (0, 0, 1)]
     for name, value in models[0].network.state_dict().items():
         assert (
             torch.equal(value, stored[name]) == name.startswith("convnext.")
@@ -189,11 +193,13 @@ def test_the_backbone_is_the_checkpoints_and_the_head_is_new(convnext):
         )
     heads = [model.network.classifier.weight for model in models]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-    assert pretrained.load(convnext, 5, text=False, seed=0)(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
+    assert pretrained.load(Place(convnext), 5, text=False, seed=0)(
+        torch.zeros(2, 3, 8, 8)
+    ).shape == (2, 5)
 
 
 def test_the_prior_pulls_to_pretrained_weights_and_the_head_to_zero(convnext):
-    model = pretrained.load(convnext, 3, text=False, seed=0)
+    model = pretrained.load(Place(convnext), 3, text=False, seed=0)
     prior = pretrained.l2_sp(model, 2.0, 3.0)
     assert prior.group_names == ["backbone", "head"] and prior.precision.tolist() == pytest.approx(
         [2.0, 3.0]
@@ -205,7 +211,7 @@ def test_the_prior_pulls_to_pretrained_weights_and_the_head_to_zero(convnext):
 
 def test_pixels_are_as_the_checkpoint_says(convnext):
     train, _, _ = examples.read("digits", "nowhere")
-    prepare = pretrained.Preparation(convnext, text=False, max_length=0)
+    prepare = pretrained.Preparation(Place(convnext), text=False, max_length=0)
     mean = np.array(
         json.loads((Path(convnext) / "preprocessor_config.json").read_text())["image_mean"]
     )
@@ -219,14 +225,16 @@ def test_pictures_of_any_size_become_inputs_of_one(convnext, root):
     train, test, n_classes = examples.read("pets37", root)
     assert (len(train), len(test), n_classes) == (40, 20, 37)
     assert {train.picture(i).shape for i in range(3)} == {(9, 12, 3), (10, 12, 3), (11, 12, 3)}
-    part = inputs.Part.of(train, pretrained.Preparation(convnext, text=False, max_length=0), CPU)
+    part = inputs.Part.of(
+        train, pretrained.Preparation(Place(convnext), text=False, max_length=0), CPU
+    )
     x, y = part.batch(torch.tensor([3, 1]))
     assert x.shape == (2, 3, 8, 8) and y.tolist() == [3, 1]
 
 
 def test_inputs_made_batch_by_batch_are_the_same(convnext, root, monkeypatch):
     train, _, _ = examples.read("pets37", root)
-    prepare = pretrained.Preparation(convnext, text=False, max_length=0)
+    prepare = pretrained.Preparation(Place(convnext), text=False, max_length=0)
     kept = inputs.Part.of(train, prepare, CPU)
     monkeypatch.setattr(inputs, "KEPT_BYTES", 0)
     made = inputs.Part.of(train, prepare, CPU)
@@ -238,10 +246,10 @@ def test_inputs_made_batch_by_batch_are_the_same(convnext, root, monkeypatch):
 
 def test_padding_does_not_matter(bert, root):
     """Our mask gives what the library makes of its own, and what a text gives alone."""
-    model = pretrained.load(bert, 4, text=True, seed=0).eval()
+    model = pretrained.load(Place(bert), 4, text=True, seed=0).eval()
     part = inputs.Part.of(
         examples.read("ag_news", root)[0],
-        pretrained.Preparation(bert, text=True, max_length=8),
+        pretrained.Preparation(Place(bert), text=True, max_length=8),
         CPU,
     )
     x, _ = part.batch(torch.arange(6))
@@ -253,10 +261,10 @@ def test_padding_does_not_matter(bert, root):
 
 
 def test_the_curvature_of_a_bert_is_that_of_single_gradients(bert, root):
-    model = pretrained.load(bert, 4, text=True, seed=0).eval()
+    model = pretrained.load(Place(bert), 4, text=True, seed=0).eval()
     part = inputs.Part.of(
         examples.read("ag_news", root)[0],
-        pretrained.Preparation(bert, text=True, max_length=8),
+        pretrained.Preparation(Place(bert), text=True, max_length=8),
         CPU,
     )
     part = part.chosen(np.arange(5))
@@ -276,7 +284,7 @@ def test_the_curvature_of_a_bert_is_that_of_single_gradients(bert, root):
 
 def test_map_minimises_its_formula(convnext):
     torch.manual_seed(0)
-    model = pretrained.load(convnext, 3, text=False, seed=0)
+    model = pretrained.load(Place(convnext), 3, text=False, seed=0)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     alpha, beta, n = 0.3, 0.2, 7
     objective = Map(
@@ -533,7 +541,9 @@ def test_dry_run_writes_nothing(convnext, tmp_path, monkeypatch, capsys):
 BAD = {
     "--checkpoint /nowhere/at/all": "no such folder",
     "--checkpoint {empty}": "no config.json",
-    "--checkpoint no-owner/no-network": "no folder no-owner/no-network",
+    "--checkpoint no-owner/no-network": "no such folder.*write hub:no-owner/no-network",
+    "--checkpoint hub:../../etc": "hub:OWNER/NAME",
+    "--checkpoint hub:a/b@..\\c": "hub:OWNER/NAME@REVISION",
     "--dataset cifar11": "Did you mean 'cifar10'",
     "--classes 3 12": r"0 \.\.\. 9",
     "--classes 3": "at least two",
@@ -564,11 +574,99 @@ def test_what_is_wrong_is_said(flags, convnext, root, tmp_path, capsys, monkeypa
     base = base[:start] + base[start + 4 :]
     assert main([*base, *classes, *data_root, "--out", str(tmp_path / "run"), *given]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and re.search(BAD[flags], error), error
+    (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert re.search(BAD[flags], line), error
 
 
 def _no_network(*_, **__):
     raise OSError("no network")
+
+
+def test_a_hub_that_does_not_answer_is_a_passing_problem(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def ask(name, file, revision=None):
+        asked.append((name, file, revision))
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", ask)
+    flags = ["--dataset", "digits", "--checkpoint", "hub:owner/name@v1", "--out", str(tmp_path)]
+    assert main(flags) == 75
+    assert "Is there a connection to the hub?" in capsys.readouterr().err
+    assert asked == [("owner/name", "config.json", "v1")]
+
+
+def test_a_name_on_the_hub_is_one_commit(convnext, tmp_path, monkeypatch):
+    """Network and preprocessing are asked for by the commit that the configuration has."""
+    commit = tmp_path / "snapshots" / "0123abc"
+    shutil.copytree(convnext, commit)
+
+    def ask(name, file, revision=None):
+        return str(commit / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", ask)
+    place = checkpoints.find("hub:owner/name")
+    assert (place.name, place.revision, place.folder) == ("owner/name", "0123abc", None)
+    given = []
+    kind = transformers.AutoImageProcessor
+
+    def from_pretrained(name, revision):
+        given.append((name, revision))
+
+    monkeypatch.setattr(kind, "from_pretrained", from_pretrained)
+    pretrained.Preparation(place, text=False, max_length=8)
+    assert given == [("owner/name", "0123abc")]
+
+
+def spoiled(folder, damage):
+    """Damage the weights, or the files, of a checkpoint."""
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    if damage == "cut":
+        weights.write_bytes(content[: len(content) // 2])
+    elif damage == "header":
+        weights.write_bytes(b"\xff" * 8 + content[8:])
+    elif damage == "gone":
+        weights.unlink()
+    elif damage == "pickled":
+        state = safetensors.torch.load_file(weights)
+        weights.unlink()
+        torch.save(state, folder / "pytorch_model.bin")
+    elif damage == "nan":
+        state = safetensors.torch.load_file(weights)
+        state[next(name for name in state if name.startswith("convnext"))].fill_(math.nan)
+        safetensors.torch.save_file(state, weights, metadata={"format": "pt"})
+    elif damage == "config":
+        (folder / "config.json").write_text('{"model_type": "nothing"}')
+    else:
+        (folder / "config.json").write_bytes(b"{\xff")
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "gone", "pickled", "nan", "config", "text"])
+def test_a_damaged_checkpoint_is_refused(damage, convnext, tmp_path, capsys):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(convnext, folder)
+    spoiled(folder, damage)
+    assert main(digits(str(folder), "--method", "map", "--out", str(tmp_path / "run"))) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("error: ") and str(folder) in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_flipped_bit_in_a_checkpoint_of_ours_is_noticed(convnext, tmp_path, capsys):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(convnext, folder)
+    checkpoints.write_sums(folder)
+    checkpoints.find(str(folder))
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 4
+    weights.write_bytes(content)
+    assert main(digits(str(folder), "--method", "map", "--out", str(tmp_path / "run"))) == 2
+    assert "model.safetensors is damaged (its sha256" in capsys.readouterr().err
+    (folder / checkpoints.SUMS).write_text("nonsense\n")
+    with pytest.raises(NtkMarglikError, match="SHA256SUMS is damaged"):
+        checkpoints.find(str(folder))
 
 
 def test_other_settings_and_taken_folders_are_refused(convnext, tmp_path, capsys):

@@ -204,7 +204,7 @@ def test_blocks_are_refused_where_they_have_no_meaning(flags, tmp_path, capsys):
         ("--method diag --inducing 0.5", "--method diag has no rows"),
         ("--method ntk --inducing 1", "--inducing must be at least 0 and below 1, but is 1.0"),
         ("--method ntk --inducing -0.1", "--inducing must be at least 0 and below 1"),
-        ("--method ntk --inducing nan", "--inducing must be a finite number"),
+        ("--method ntk --inducing nan", "--inducing must be finite"),
         ("--method ntk --inducing 0.5 --subset 0", "--subset is the number"),
         ("--method ntk --inducing 0.5 --outputs 2", "--outputs 2 deals data into independent"),
         ("--method ntk --inducing 0.5 --partition class", "--partition class deals data"),

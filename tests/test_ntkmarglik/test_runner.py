@@ -90,7 +90,9 @@ def test_a_run_leaves_what_it_promises(out, capsys):
     assert main([*TINY, "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert "ntk-16-5" in printed.out and "MAP baseline" in printed.out and str(out) in printed.out
-    assert printed.err == ""  # no progress bar without a terminal
+    # no progress bar without a terminal
+    unused = "--aug-samples 2, --aug-steps 2"
+    assert printed.err == f"warning: not used with --method ntk and --augment none: {unused}\n"
     files = {"config.yaml", "metrics.jsonl", "summary.json"}
     files |= {"checkpoint.pt", "checkpoint.previous.pt"}
     assert {p.name for p in out.iterdir()} == files | {"figure.png", "baseline"}
