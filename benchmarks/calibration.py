@@ -9,6 +9,7 @@ curve of the entropy against images of another kind. Needs the data sets under -
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from laplace_marglik import LaplacePosterior, MarginalLikelihood
 from ntkmarglik.learn.evaluate import metrics
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 from ntkmarglik.problem.data import load
 from ntkmarglik.programs.classify.config import parse
 from ntkmarglik.programs.classify.run import run
@@ -126,7 +129,7 @@ def main() -> None:
     parser.add_argument("--n-test", type=int, default=2000)
     parser.add_argument("--runs", type=Path, default=Path("runs/calibration"))
     parser.add_argument("--data-root", type=Path, default=Path("data"))
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument("--csv", type=target_file, help="also write the table here")
     arguments = parser.parse_args()
     rows = []
     for name in arguments.studies:
@@ -138,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from laplace_marglik import (
 from laplace_marglik.evidence.on_blocks import OnBlocks
 from laplace_marglik.likelihood.base import Root
 from ntkmarglik.learn.methods import METHODS, Problem
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 from ntkmarglik.problem.data import load
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.programs.classify.run import prepare, train
@@ -434,7 +437,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--networks", nargs="+", default=["digits"], choices=tuple(SIZES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", default=[], help="names of estimators")
-    parser.add_argument("--csv", type=Path, default=None)
+    parser.add_argument("--csv", type=target_file, default=None)
     parser.add_argument("--runs", type=Path, default=Path("runs/conditioned"))
     given = parser.parse_args(arguments)
     parts: dict[str, Callable[[], None]] = {
@@ -453,4 +456,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

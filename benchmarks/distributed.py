@@ -38,6 +38,8 @@ from torch import nn
 
 from laplace_marglik import Ranks, SampledLaplace
 from ntkmarglik.learn.distributed import meeting
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 
 ROUNDS = 3
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -271,7 +273,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", nargs="*", default=list(WORK), help="pieces of work to measure")
-    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--csv", type=target_file, default=CSV)
     parser.add_argument("--no-model", action="store_true", help="measure two ranks only")
     flags = parser.parse_args()
     if flags.work is not None:
@@ -299,4 +301,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

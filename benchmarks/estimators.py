@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import measure
 import torch
 from measure import Case, elbo_step, estimate, full_batch, setup, training_step
+
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 
 PRIOR_STEPS = 50
 
@@ -215,7 +218,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="measure only what has this in its name, as 'full data' or 'wrn'"
     )
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument("--csv", type=target_file, help="also write the table here")
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
     arguments = parser.parse_args()
     print(
@@ -231,4 +234,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import measure
 import peers_posterior
@@ -21,6 +21,9 @@ import torch
 from measure import Case, Operation, estimate, full_batch, setup
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
+
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 
 MISSING = "not installed: pip install --no-deps -r requirements-laplace.txt"
 
@@ -155,7 +158,7 @@ def main() -> None:
         "--small", action="store_true", help="a few data points of MiniNet, to see that it runs"
     )
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument("--csv", type=target_file, help="also write the table here")
     parser.add_argument(
         "--posterior", action="store_true", help="fits and predictions beside laplace-torch"
     )
@@ -191,4 +194,4 @@ def evidences(small: bool, only: str, memory: bool) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import measure
 from measure import Case
+
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 
 ROOT = Path(__file__).parent.parent
 RANGES = {
@@ -83,11 +87,11 @@ def flags() -> argparse.Namespace:
     )
     parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
     parser.add_argument(
-        "--csv", type=Path, help=f"write here (a whole run: {DATA.relative_to(ROOT)})"
+        "--csv", type=target_file, help=f"write here (a whole run: {DATA.relative_to(ROOT)})"
     )
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=target_file,
         nargs="?",
         const=ROOT / "illustrations" / "scaling.png",
         help="draw here",
@@ -120,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -7,10 +7,10 @@ epoch with it, divided by that of one without.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import measure
@@ -19,6 +19,8 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 from laplace_marglik import EvidenceLearner, GaussianPrior, MarginalLikelihood
 from laplace_marglik.integrations.transformers import EvidenceCallback
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 
 LENGTH, WORDS, TOPICS = 32, 1000, 4
 # of the learner, beside its defaults
@@ -85,7 +87,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="a few data, to see that it runs")
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument("--csv", type=target_file, help="also write the table here")
     arguments = parser.parse_args()
     n, width, epochs, repeats = (64, 8, 1, 1) if arguments.small else (5000, 64, 2, 3)
     rows = []
@@ -103,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -88,8 +88,9 @@ def print_commands(
         "--seeds", type=int, nargs="+", default=[], help="instead of the paper's seeds"
     )
     given = parser.parse_args()
-    if exit_code(lambda: print(*_lines(given, experiments(given.scale)), sep="\n")):
-        sys.exit(1)
+    code = exit_code(lambda: print(*_lines(given, experiments(given.scale)), sep="\n"))
+    if code:
+        sys.exit(code)
 
 
 def _lines(given: argparse.Namespace, experiments: Sequence[Printable]) -> Iterator[str]:

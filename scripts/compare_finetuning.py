@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 from ntkmarglik.programs.finetune import rows
 from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.finetune.run import run
@@ -92,7 +94,7 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/finetune"), help="folder for the run folders"
     )
-    parser.add_argument("--csv", type=Path, help="write one row per run here")
+    parser.add_argument("--csv", type=target_file, help="write one row per run here")
     parser.add_argument("--print", action="store_true", help="print the commands")
     parser.add_argument(
         "--finished", action="store_true", help="run nothing; tabulate the runs that are finished"
@@ -118,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -20,6 +20,7 @@ from torch import nn
 from tqdm import trange
 
 from laplace_marglik.schedule import cosine, set_rate
+from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.programs.finetune.checkpoints import Place
 from ntkmarglik.programs.finetune.examples import Examples, is_text, read, restricted
 from ntkmarglik.programs.finetune.inputs import Part, changed
@@ -123,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

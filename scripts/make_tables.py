@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import source
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.programs.paper import experiments
 from ntkmarglik.runs import records
@@ -266,7 +269,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, help="run folders, folders of them, or csv files of runs"
+        "runs", nargs="+", type=source, help="run folders, folders of them, or csv files of runs"
     )
     parser.add_argument("--table", choices=tuple(LAYOUTS), default="1")
     parser.add_argument("--format", choices=("markdown", "latex"), default="markdown")
@@ -279,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import target_file
 from ntkmarglik.programs.paper.figures.style import sheet
 from ntkmarglik.runs.records import write
 from ntkmarglik.runs.report import COLOURS
@@ -255,8 +258,8 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=1024, help="random features R")
     parser.add_argument("--seed", type=int, default=0, help="of data and features")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each maximisation")
-    parser.add_argument("--plot", type=Path, default=HERE / "rff_elbo.png", help="figure")
-    parser.add_argument("--csv", type=Path, default=HERE / "data/rff_elbo.csv", help="table")
+    parser.add_argument("--plot", type=target_file, default=HERE / "rff_elbo.png", help="figure")
+    parser.add_argument("--csv", type=target_file, default=HERE / "data/rff_elbo.csv", help="table")
     given = parser.parse_args()
     if given.features < 1 or given.steps < 1:
         parser.error("--features and --steps must be at least 1")
@@ -271,4 +274,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -7,8 +7,10 @@ python scripts/summarise_runs.py runs/bound-prior --csv illustrations/data/runs_
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import sys
 
+from ntkmarglik.machine.exits import exit_code
+from ntkmarglik.machine.files import source, target_file
 from ntkmarglik.runs import records
 
 SHOWN = {
@@ -55,9 +57,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders of run folders")
-    parser.add_argument("--csv", type=Path, help="also write one row per run here")
-    parser.add_argument("--traces", type=Path, help="also write one row per evaluated epoch here")
+    parser.add_argument(
+        "runs", nargs="+", type=source, help="run folders, or folders of run folders"
+    )
+    parser.add_argument("--csv", type=target_file, help="also write one row per run here")
+    parser.add_argument(
+        "--traces", type=target_file, help="also write one row per evaluated epoch here"
+    )
     arguments = parser.parse_args()
     folders = records.run_folders(arguments.runs)
     if not folders:
@@ -72,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -1,6 +1,8 @@
 """Benchmarks, scripts and figures run from the command line on small instances."""
 
 import csv
+import subprocess
+import sys
 
 import pytest
 from programs import ROOT, run
@@ -18,6 +20,32 @@ def test_benchmark_prints_units_and_memory_and_writes_a_csv(tmp_path):
     (row,) = csv.DictReader((tmp_path / "table.csv").read_text().splitlines())
     assert 0.1 < float(row["units"]) < 100
     assert 0 < float(row["peak_mb"]) < 2000
+
+
+def refused(*command):
+    """What a program says that ends with an error."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["scripts/summarise_runs.py illustrations", "benchmarks/estimators.py", "benchmarks/peers.py"],
+)
+def test_a_table_that_cannot_be_written_is_told_before_work_starts(program, tmp_path):
+    nowhere = tmp_path / "not" / "there.csv"
+    assert "cannot be written (No such file" in refused(*program.split(), "--csv", nowhere)
+
+
+@pytest.mark.parametrize(
+    "program", ["summarise_runs.py {}", "make_tables.py --table 1 {}", "launch.py {}"]
+)
+def test_what_is_not_there_is_told(program, tmp_path):
+    missing = tmp_path / "absent"
+    assert str(missing) in refused(*f"scripts/{program.format(missing)}".split())
 
 
 @pytest.fixture(scope="module")
