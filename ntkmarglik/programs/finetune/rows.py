@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from ntkmarglik.errors import NtkMarglikError
@@ -14,6 +15,7 @@ COLUMNS = (
     "classes",
     "checkpoint",
     "n_data",
+    "prior",
     "method",
     "seed",
     "test_accuracy",
@@ -38,6 +40,7 @@ SHOWN = {
     "seconds_cpu": 1,
 }
 PROBLEM = ("dataset", "classes", "checkpoint", "n_data")
+COSTS = ("seconds_total", "seconds_cpu", "n_fits")
 
 
 def run_row(folder: Path) -> Row:
@@ -58,8 +61,11 @@ def run_row(folder: Path) -> Row:
     if checkpoint.is_absolute():  # where a folder was is not part of what it is
         known["checkpoint"] = f"checkpoints/{checkpoint.name}"
     variance = summary["prior_variance"]
+    held_out = summary["held_out_score"]
     return {
         **summary,
+        "prior": summary.get("prior", "l2-sp"),  # which older runs all have
+        "score": summary["objective"] if held_out is None else held_out,
         "classes": " ".join(map(str, summary["classes"])),
         "checkpoint": checkpoint.name,
         "n_fits": len(summary["fits"]),
@@ -67,6 +73,18 @@ def run_row(folder: Path) -> Row:
         "variance_head": variance["head"],
         "command": FinetuneConfig().updated(**known).command(),
     }
+
+
+def over_rates(rows: Iterable[Row]) -> list[Row]:
+    """Of the runs of one search, each with its own learning rates, the one of the highest score.
+
+    It has the time and the fits of all of them.
+    """
+    chosen = []
+    for members in grouped(rows, *PROBLEM, "prior", "method", "seed").values():
+        best = max(members, key=lambda row: row["score"])
+        chosen.append({**best, **{name: sum(row[name] for row in members) for name in COSTS}})
+    return chosen
 
 
 def table(rows: list[Row]) -> str:
@@ -83,7 +101,9 @@ def table(rows: list[Row]) -> str:
         "fits",
     )
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for (dataset, classes, _, n_data, method), members in grouped(rows, *PROBLEM, "method").items():
+    for problem, members in grouped(rows, *PROBLEM, "prior", "method").items():
+        dataset, classes, _, n_data, prior, method = problem
+        method = method if prior == "l2-sp" else f"{method}, {prior}"
         name = f"{dataset}-{n_data}" + (f", classes {classes}" if classes else "")
         percent = {"test_accuracy": 100}
         cells = [
