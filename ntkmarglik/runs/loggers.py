@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ntkmarglik.settings import Settings
 
 Metrics = dict[str, Any]
+PROJECT = "ntk-marglik"  # at wandb
 
 
 class Mirror(Protocol):
@@ -27,9 +28,16 @@ class Wandb:
     def __init__(self, path: Path, config: Settings, unit: str):
         import wandb
 
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        mode = os.environ.get("WANDB_MODE")
+        if not mode:  # nobody may be there to answer a prompt, nor a server
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         self._run = wandb.init(
-            project="ntk-marglik", name=path.name, dir=str(path), config=config.flat(), mode=mode
+            project=PROJECT,
+            name=path.name,
+            dir=str(path),
+            config=config.flat(),
+            mode=mode,
+            reinit="create_new",  # a run before this one may have failed and not been closed
         )
         self._unit = unit
 

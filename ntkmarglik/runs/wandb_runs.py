@@ -24,7 +24,8 @@ def download(project: str, target: Path) -> list[Path]:
         import wandb
     except ImportError as error:
         raise NtkMarglikError(
-            "--source wandb needs wandb: pip install wandb; run folders need nothing."
+            "--source wandb needs wandb: pip install 'ntk-marglik[wandb]'; run folders need "
+            "nothing."
         ) from error
     try:
         runs = list(wandb.Api().runs(project))

@@ -229,6 +229,35 @@ def test_runs_at_wandb_become_run_folders(tmp_path, monkeypatch):
     }
     with pytest.raises(NtkMarglikError, match="other"):
         download("other", tmp_path)
+
+
+HOSTILE = ("../../evil", "..", "", "/etc/passwd", "a\\b:c\0d", "x" * 500, "a", "a")
+
+
+def test_names_at_wandb_lead_to_no_other_folder(tmp_path, monkeypatch):
+    """Whoever may write to a project chooses names of runs, and the settings that name folders."""
+    target = tmp_path / "below" / "runs"
+    runs = [
+        types.SimpleNamespace(
+            name=name,
+            id=f"../{number}",
+            config={**Config().flat(), "out": f"/nowhere/../{name}/../.."},
+            summary={"test_accuracy": 0.5},
+            scan_history=list,
+        )
+        for number, name in enumerate(HOSTILE)
+    ]
+    api = types.SimpleNamespace(runs=lambda project: runs)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(Api=lambda: api))
+    folders = download("me/it", target)
+    assert len(set(folders)) == len(HOSTILE)
+    for folder in folders:
+        assert folder.resolve().parent.parent == target.resolve()
+        assert (folder / "summary.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["below"]
+
+
+def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(NtkMarglikError, match="pip install wandb"):
+    with pytest.raises(NtkMarglikError, match=r"ntk-marglik\[wandb\]"):
         download("me/it", tmp_path)
