@@ -26,7 +26,7 @@ from ntkmarglik.programs.finetune.examples import Examples, is_text, read, restr
 from ntkmarglik.programs.finetune.inputs import Part, changed
 from ntkmarglik.programs.finetune.pretrained import Classifier, Preparation
 from ntkmarglik.programs.finetune.scores import evaluated
-from ntkmarglik.programs.finetune.swag import Collection
+from ntkmarglik.programs.finetune.swag import RANK, Collection
 
 SIDE = 32  # of pictures, in pixels
 LENGTH = 32  # of texts, in word pieces
@@ -151,6 +151,9 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    least = (RANK + 1) * SWAG_EVERY
+    if given.swag_steps < least:
+        parser.error(f"--swag-steps must be at least {least}, for {RANK} deviations")
     for name in given.networks:
         make(name, given)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from generators import script
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -347,6 +348,25 @@ def test_statistics_are_those_of_the_weights_that_were_taken(convnext):
         walk(model, steps=5)[0].statistics()
 
 
+def test_small_checkpoints_have_the_statistics_of_more_training(convnext, root, monkeypatch):
+    made = script("make_small_checkpoints")
+    monkeypatch.setattr(made, "SWAG_EVERY", 2)
+    model = pretrained.load(Place(convnext), 37, text=False, seed=0)
+    before = {name: w.clone() for name, w in swag.backbone(model).items()}
+    prepare = pretrained.Preparation(Place(convnext), text=False, max_length=0)
+    part = inputs.Part.of(examples.read("pets37", root)[0], prepare, CPU)
+    collection = made.along(model, part, torch.Generator().manual_seed(0), 12)
+    found = collection.statistics()
+    after = swag.backbone(model)
+    for name, mean in found.mean.items():
+        assert found.deviations[name].shape == (*mean.shape, swag.RANK)
+    for weights in (before, after):
+        assert any(not torch.equal(mean, weights[name]) for name, mean in found.mean.items())
+    monkeypatch.setattr(sys, "argv", ["x", "convnext", "--swag-steps", "11"])
+    with pytest.raises(SystemExit, match="2"):
+        made.main()
+
+
 def test_the_mode_under_the_prior_of_a_pretraining(remembered):
     """Its loss is the log density of torch's low-rank Gaussian, up to a constant."""
     model = pretrained.load(Place(remembered), 3, text=False, seed=0)
@@ -402,6 +422,21 @@ def test_l2_zero_pulls_everything_to_zero(convnext):
     weights = dict(model.named_parameters())
     expected = 2 * sum(w.double().square().sum() for w in weights.values())
     assert prior.penalty(weights).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_run_with_other_statistics_is_not_continued(remembered, tmp_path, capsys):
+    folder, out = tmp_path / "network", tmp_path / "run"
+    shutil.copytree(remembered, folder)
+    flags = digits(str(folder), "--prior", "ptyl", "--rates", "0.01", "--out", str(out))
+    assert main(flags) == 0
+    (out / "summary.json").unlink()
+    assert main([*flags, "--resume"]) == 0
+    model = pretrained.load(Place(str(folder)), 3, text=False, seed=0)
+    walk(model, steps=9)[0].statistics().save(folder)
+    capsys.readouterr()
+    (out / "summary.json").unlink()
+    assert main([*flags, "--resume"]) == 2
+    assert "The network of the run to resume" in capsys.readouterr().err
 
 
 def test_statistics_that_do_not_fit_are_told(convnext, remembered, tmp_path, capsys):
