@@ -799,7 +799,8 @@ def test_rows_of_tables(convnext, tmp_path):
         parse(found[1]["command"].split()[2:]).run.seed == 1 and "--out" not in found[1]["command"]
     )
     assert "| digits-12, classes 7 1 4 | map | 2 |" in rows.table(found)
-    assert set(rows.COLUMNS) - set(found[0]) == {"sigma", "kappa"}
+    of_bounds = {"sigma", "kappa", "sampled_test_log_likelihood"}
+    assert set(rows.COLUMNS) - set(found[0]) == of_bounds
     with pytest.raises(NtkMarglikError, match="no finished run"):
         rows.run_row(tmp_path)
 

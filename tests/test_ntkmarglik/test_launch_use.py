@@ -263,7 +263,7 @@ def test_runs_end_in_their_tables(place):
     (tuned.run.out / "summary.json").write_text(json.dumps(summary))
     lines.append(FinetuneLine(2, tuned))
     paper, other, finetuning = launch.tables(lines)
-    assert "| digits-7 | de-elbo | 1 | 50.0 |" in finetuning
+    assert "| digits-7 | de-elbo | 1 | 50.0 | 0.500 | - |" in finetuning
     assert paper.startswith("**Table 1.**") and "50.0" in paper and "digits" not in paper
     assert "digits-9, cnn" in other and "cifar10" not in other
 

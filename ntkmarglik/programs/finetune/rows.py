@@ -20,6 +20,7 @@ COLUMNS = (
     "seed",
     "test_accuracy",
     "test_log_likelihood",
+    "sampled_test_log_likelihood",
     "test_ece",
     "train_log_likelihood",
     "seconds_total",
@@ -35,6 +36,7 @@ COLUMNS = (
 SHOWN = {
     "test_accuracy": 1,
     "test_log_likelihood": 3,
+    "sampled_test_log_likelihood": 3,
     "test_ece": 3,
     "seconds_total": 1,
     "seconds_cpu": 1,
@@ -95,6 +97,7 @@ def table(rows: list[Row]) -> str:
         "seeds",
         "test acc. %",
         "test log-lik.",
+        "averaged",
         "test ECE",
         "seconds",
         "CPU seconds",
