@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ntkmarglik.settings import Settings
 
@@ -28,8 +28,8 @@ class Wandb:
     def __init__(self, path: Path, config: Settings, unit: str):
         import wandb
 
-        mode = os.environ.get("WANDB_MODE")
-        if not mode:  # nobody may be there to answer a prompt, nor a server
+        mode: Literal["online", "offline"] | None = None  # as WANDB_MODE says
+        if not os.environ.get("WANDB_MODE"):  # nobody may be there to answer a prompt
             mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         self._run = wandb.init(
             project=PROJECT,
