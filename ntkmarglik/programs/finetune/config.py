@@ -32,9 +32,9 @@ class Search:
     method: Method = "de-elbo"
     """map: fixed weight decay; map-gs, map-bo: grid search, Bayesian optimisation on held-out data; la-lml: diagonal Laplace evidence; la-clml: grid search by the conditional evidence; elbo, de-elbo: variational bounds."""
     prior: Literal["l2-zero", "l2-sp", "ptyl"] = "l2-sp"
-    """Where the backbone is pulled: l2-zero: to zero; l2-sp: to the pretrained weights; ptyl: by the low-rank Gaussian of the pretraining, whose statistics the checkpoint must have (map, map-gs, map-bo, elbo, de-elbo). The head is pulled to zero."""
+    """Where the backbone is pulled. l2-zero: to zero; l2-sp: to the pretrained weights; ptyl: as the low-rank Gaussian of the pretraining says, whose statistics must be in the checkpoint (not for la-lml and la-clml). The head is pulled to zero."""
     prior_jitter: PositiveFloat = 0.1
-    """Added to the variances of ptyl, of which it is half the diagonal plus the low rank."""
+    """Added to the diagonal of the covariance of ptyl."""
     rates: PositiveFloats = (0.1, 0.01, 0.001, 0.0001)
     """Learning rates to choose from: by the training objective, or on held-out data where decays are found there."""
     backbone_decay: PositiveFloat = 1e-3
