@@ -22,7 +22,7 @@ from ntkmarglik.programs.finetune.run import run
 from ntkmarglik.runs import records
 from ntkmarglik.runs.folder import read_summary
 
-METHODS = ("de-elbo", "elbo", "la-lml", "map-gs")
+METHODS = ("de-elbo", "elbo", "la-lml", "la-clml", "map-gs", "map-bo")
 PROBLEMS: dict[str, dict[str, Any]] = {
     "cifar10": {
         "checkpoint": "convnext-cifar10-01234",
@@ -45,6 +45,7 @@ SMALL: dict[str, Any] = {
     "rates": (0.1, 0.01),
     "backbone_decays": (1e-2, 1e-4),
     "head_decays": (1e-3,),
+    "trials": 8,  # five are drawn at random before any is proposed
     "laplace_every": 25,
     "laplace_steps": 30,
     "draws": 5,

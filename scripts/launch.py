@@ -27,7 +27,8 @@ import torch
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.machine.exits import exit_code
-from ntkmarglik.programs.launch.lines import Line, RunLine, read_lines
+from ntkmarglik.programs.finetune import rows as finetuning
+from ntkmarglik.programs.launch.lines import FinetuneLine, Line, RunLine, read_lines
 from ntkmarglik.runs import records
 from ntkmarglik.runs.folder import make_folder
 from ntkmarglik.runs.lock import FolderLock
@@ -125,6 +126,9 @@ def tables(lines: list[Line]) -> Iterator[str]:
     rows = [records.run_row(folder) for folder in records.run_folders(others)]
     if rows:
         yield summarise_runs.table(rows)
+    tuned = [line.folder for line in lines if isinstance(line, FinetuneLine) and line.finished()]
+    if tuned:
+        yield finetuning.table(finetuning.over_rates(map(finetuning.run_row, tuned)))
 
 
 def launch(given: argparse.Namespace) -> bool:

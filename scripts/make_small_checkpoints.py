@@ -4,7 +4,8 @@ python scripts/make_small_checkpoints.py convnext bert --data-root data --out ch
 
 convnext: a small ConvNeXt on half of the classes of CIFAR-10. bert: a tiny BERT on half of the
 classes of AG News, with word pieces of its own. What they have learned can be transferred to the
-other classes.
+other classes. Beside each network are the statistics of some more training (SWAG) that
+`finetune.py --prior ptyl` needs.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ from ntkmarglik.programs.finetune.examples import Examples, is_text, read, restr
 from ntkmarglik.programs.finetune.inputs import Part, changed
 from ntkmarglik.programs.finetune.pretrained import Classifier, Preparation
 from ntkmarglik.programs.finetune.scores import evaluated
+from ntkmarglik.programs.finetune.swag import RANK, Collection
 
 SIDE = 32  # of pictures, in pixels
 LENGTH = 32  # of texts, in word pieces
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 RATE = 2e-3
+BATCH = 64
+# of the steps after the training, along which statistics are collected; the rate stays
+SWAG_RATE = 0.01
+SWAG_EVERY = 20
 
 
 def convnext(train: Examples, n_classes: int, folder: Path) -> nn.Module:
@@ -97,12 +103,36 @@ def make(name: str, given: argparse.Namespace) -> None:
     model.train()
     for step in trange(given.steps, desc=name, disable=not sys.stderr.isatty()):
         set_rate(optimizer, cosine(step, given.steps, RATE, 0.0))
-        x, y = parts[0].batch(torch.randint(len(train), (64,), generator=batches))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(changed(x, "crop", batches)), y).backward()
-        optimizer.step()
+        advance(model, optimizer, parts[0], batches)
     model.save(folder)
     print(f"{folder}: test accuracy {evaluated(model, parts[1])['accuracy']:.3f}")
+    collection = along(model, parts[0], batches, given.swag_steps)
+    collection.statistics().save(folder)
+    print(
+        f"{folder}: {evaluated(model, parts[1])['accuracy']:.3f} after the steps of the statistics"
+    )
+
+
+def advance(
+    model: Classifier, optimizer: torch.optim.Optimizer, part: Part, batches: torch.Generator
+) -> None:
+    """One step of training on a random batch."""
+    x, y = part.batch(torch.randint(len(part), (BATCH,), generator=batches))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(changed(x, "crop", batches)), y).backward()
+    optimizer.step()
+
+
+def along(model: Classifier, part: Part, batches: torch.Generator, steps: int) -> Collection:
+    """Train on with SGD at a constant rate, and take the weights every SWAG_EVERY steps."""
+    optimizer = torch.optim.SGD(model.parameters(), SWAG_RATE, momentum=0.9)
+    collection = Collection(model)
+    model.train()
+    for step in range(steps):
+        advance(model, optimizer, part, batches)
+        if (step + 1) % SWAG_EVERY == 0:
+            collection.add()
+    return collection
 
 
 def main() -> None:
@@ -117,8 +147,14 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=1200, help="steps of training, with 64 examples each"
     )
+    parser.add_argument(
+        "--swag-steps", type=int, default=400, help="more steps, for the statistics of --prior ptyl"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    least = (RANK + 1) * SWAG_EVERY
+    if given.swag_steps < least:
+        parser.error(f"--swag-steps must be at least {least}, for {RANK} deviations")
     for name in given.networks:
         make(name, given)
 

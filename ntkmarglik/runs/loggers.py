@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ntkmarglik.settings import Settings
 
 Metrics = dict[str, Any]
+PROJECT = "ntk-marglik"  # at wandb
 
 
 class Mirror(Protocol):
@@ -27,9 +28,16 @@ class Wandb:
     def __init__(self, path: Path, config: Settings, unit: str):
         import wandb
 
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        mode: Literal["online", "offline"] | None = None  # as WANDB_MODE says
+        if not os.environ.get("WANDB_MODE"):  # nobody may be there to answer a prompt
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         self._run = wandb.init(
-            project="ntk-marglik", name=path.name, dir=str(path), config=config.flat(), mode=mode
+            project=PROJECT,
+            name=path.name,
+            dir=str(path),
+            config=config.flat(),
+            mode=mode,
+            reinit="create_new",  # a run before this one may have failed and not been closed
         )
         self._unit = unit
 

@@ -52,6 +52,11 @@ def run_folders(paths: Iterable[Path]) -> list[Path]:
     return [folder for folder in candidates if read_summary(folder) is not None]
 
 
+def of_the_runner(settings: Row) -> bool:
+    """Whether settings are of classification_image.py; fine-tuning has rows of its own."""
+    return "checkpoint" not in settings
+
+
 def config_of(folder: Path) -> Config:
     """The settings of a run without where it ran, which is not part of what it is."""
     settings = read_config(folder)
@@ -128,7 +133,7 @@ def collect(runs: Path, target: Path) -> None:
         if (experiment / GRID_CSV).exists():
             shutil.copy(experiment / GRID_CSV, target / f"{name}.csv")
             continue
-        folders = run_folders([experiment])
+        folders = [f for f in run_folders([experiment]) if of_the_runner(read_config(f))]
         if folders and read_summary(experiment) is None:
             write(target / f"runs_{name}.csv", RUN_COLUMNS, map(run_row, folders))
             traces = [row for folder in folders for row in trace_rows(folder)]

@@ -12,6 +12,7 @@ import yaml
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.runs.loggers import Metrics
+from ntkmarglik.runs.records import of_the_runner
 
 LONGEST = 200  # letters of a name
 # not numbers, or settings: from the configuration
@@ -24,7 +25,8 @@ def download(project: str, target: Path) -> list[Path]:
         import wandb
     except ImportError as error:
         raise NtkMarglikError(
-            "--source wandb needs wandb: pip install wandb; run folders need nothing."
+            "--source wandb needs wandb: pip install 'ntk-marglik[wandb]'; run folders need "
+            "nothing."
         ) from error
     try:
         runs = list(wandb.Api().runs(project))
@@ -34,7 +36,7 @@ def download(project: str, target: Path) -> list[Path]:
         ) from error
     folders: list[Path] = []
     for run in runs:
-        if "test_accuracy" in dict(run.summary):
+        if "test_accuracy" in dict(run.summary) and of_the_runner(dict(run.config)):
             folder = target / _experiment(run) / _as_name(run.name)
             if folder in folders:  # names need not differ there
                 folder = folder.with_name(f"{folder.name}-{_as_name(run.id)}")

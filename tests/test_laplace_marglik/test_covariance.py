@@ -1,7 +1,10 @@
 """Covariances of a prior, diagonal plus low rank, and those of a training run."""
 
+import math
+
 import torch
 from small_networks import GROUPS, mlp, randn
+from torch.distributions import LowRankMultivariateNormal
 from variational_objectives import objective
 
 from laplace_marglik import GaussianPrior, LowRankCovariance
@@ -24,6 +27,16 @@ def test_a_covariance_without_a_factor_is_diagonal_and_the_identity_changes_noth
         objective(model, prior=GaussianPrior(model, groups=GROUPS, covariance={"0.*": ones})).kl(),
         plain,
     )
+
+
+def test_the_density_is_that_of_torchs_low_rank_gaussian():
+    s, q, x = randn(3, 2).square(), randn(3, 2, 5, seed=1), randn(3, 2, seed=2)
+    low = LowRankCovariance.swag({"w": s}, {"w": q}, jitter=0.3)
+    gaussian = LowRankMultivariateNormal(
+        torch.zeros(6).double(), q.flatten(0, 1) / 8**0.5, s.flatten() / 2 + 0.3
+    )
+    log_density = -(low.quadratic({"w": x}) + low.log_det + 6 * math.log(2 * math.pi)) / 2
+    torch.testing.assert_close(log_density, gaussian.log_prob(x.flatten()))
 
 
 def test_the_covariance_of_a_training_run():

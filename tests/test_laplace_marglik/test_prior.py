@@ -1,8 +1,9 @@
-"""The prior's state and its first precisions."""
+"""The prior's state, its first precisions, and what it makes of a covariance."""
 
 import pytest
 import torch
-from small_networks import mlp
+from small_networks import GROUPS, mlp, randn
+from variational_objectives import low_rank
 
 from laplace_marglik import GaussianPrior, MarglikError
 
@@ -39,3 +40,47 @@ def test_a_state_with_means_does_not_load_into_a_prior_without():
 def test_initial_precisions_that_overflow_are_refused(value):
     with pytest.raises(MarglikError, match="prior precision must be positive"):
         GaussianPrior(mlp(), precision=value)
+
+
+def correlated(model):
+    """A prior with a low-rank covariance of the first layer, around means."""
+    mean = {"0.weight": randn(5, 4, seed=7)}
+    return GaussianPrior(model, groups=GROUPS, mean=mean, covariance={"0.*": low_rank(model, "0.")})
+
+
+def test_the_penalty_of_a_covariance_is_that_of_a_dense_gaussian():
+    model = mlp()
+    prior = correlated(model)
+    with torch.no_grad():
+        prior.log_precision.copy_(torch.tensor([0.5, -0.3]))
+    (sigma,) = prior.covariance.values()
+    names = list(sigma.diagonal)
+    F = torch.cat([sigma._scaled[n] * sigma.diagonal[n].reshape(-1, 1) for n in names])
+    dense = torch.diag(torch.cat([d.flatten() for d in sigma.diagonal.values()])) + F @ F.mT
+    weights = dict(model.named_parameters())
+    e = torch.cat([(weights[n] - prior.mean_of(n)).flatten() for n in names])
+    head = sum(weights[n].square().sum() for n in weights if n not in names)
+    first, second = prior.precision.detach().double()
+    expected = first * (e @ dense.inverse() @ e) + second * head
+    found = prior.penalty(weights)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, list(weights.values())),
+        torch.autograd.grad(expected, list(weights.values())),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda prior, weights: prior.squares(weights),
+        lambda prior, weights: list(prior.pulls(weights, 12)),
+        lambda prior, weights: prior.weight_decay(12),
+    ],
+)
+def test_a_covariance_is_refused_where_weights_have_to_be_independent(use):
+    model = mlp()
+    with pytest.raises(MarglikError, match=r"independent weights.*'0\.\*'"):
+        use(correlated(model), dict(model.named_parameters()))

@@ -14,6 +14,8 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.problem.models import DEPTH, MODELS
 from ntkmarglik.programs.classify.config import parse
 from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.finetune.config import parse as parse_finetuning
+from ntkmarglik.programs.finetune.plan import PLANS
 from ntkmarglik.programs.grid.config import parse as parse_grid
 from ntkmarglik.programs.paper import experiments
 from ntkmarglik.programs.paper.experiments import difference, estimator, label_of, load
@@ -156,6 +158,30 @@ def test_every_line_is_a_command_of_the_runner(generator, scale, capsys, monkeyp
     assert sum(line.startswith("# reduced: ") for line in lines) == (scale == "small") * len(
         script_of(generator)
     )
+
+
+@pytest.mark.parametrize("scale, n_lines, n_rates", [("full", 924, 4), ("small", 48, 1)])
+def test_every_search_of_the_emphasised_bound_is_a_command(
+    scale, n_lines, n_rates, capsys, monkeypatch
+):
+    lines = printed("finetune", capsys, monkeypatch, "--scale", scale, "--wandb", "--seeds", "5")
+    commands = [line for line in lines if not line.startswith("#")]
+    assert len(set(commands)) == len(commands) == n_lines
+    assert len({re.search(r" --out (\S+)", line)[1] for line in commands}) == n_lines
+    for line in commands[:: n_lines // 24]:
+        config = parse_finetuning(shlex.split(line)[2:])
+        assert config.command() == line and line.startswith("python scripts/finetune.py ")
+        assert config.run.seed == 5 and config.run.wandb and config.run.resume
+    networks = script("generate_finetune_commands").experiments(scale)
+    configs = [config for network in networks for config in network.configs]
+    found = {(c.task.dataset, c.task.n_data, c.search.prior, c.search.method) for c in configs}
+    for dataset, size in (("cifar10", 100), ("ag_news", 400)):
+        methods = {m for d, n, p, m in found if (d, n, p) == (dataset, size, "l2-sp")}
+        assert methods == set(PLANS) - {"map"}
+    priors = {"l2-sp", "l2-zero"} | ({"ptyl"} if scale == "small" else set())
+    assert {prior for _, _, prior, _ in found} == priors
+    rates = {c.search.rates for c in configs if c.search.method == "de-elbo"}
+    assert len(rates) == n_rates
 
 
 def script_of(generator):

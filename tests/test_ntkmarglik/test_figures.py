@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.paper.figures import FIGURES, NUMBERS, pareto, style, traces
 from ntkmarglik.runs import records
 from ntkmarglik.runs.wandb_runs import download
@@ -211,8 +212,11 @@ def test_runs_at_wandb_become_run_folders(tmp_path, monkeypatch):
         summary={"test_accuracy": 0.5, "log_marglik": -1.0, "n_data": 60, "_wandb": {"runtime": 3}},
     )
     broken = types.SimpleNamespace(name="b", config={}, summary={}, scan_history=list)
+    tuned = types.SimpleNamespace(
+        name="c", config=FinetuneConfig().flat(), summary=finished.summary, scan_history=list
+    )
     api = types.SimpleNamespace(
-        runs=lambda project: [finished, broken] if project == "me/it" else 1 / 0
+        runs=lambda project: [finished, broken, tuned] if project == "me/it" else 1 / 0
     )
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(Api=lambda: api))
     assert download("me/it", tmp_path) == [tmp_path / "bound-prior" / "a"]
@@ -229,8 +233,47 @@ def test_runs_at_wandb_become_run_folders(tmp_path, monkeypatch):
     }
     with pytest.raises(NtkMarglikError, match="other"):
         download("other", tmp_path)
+
+
+def test_runs_of_fine_tuning_are_not_taken_for_others(tmp_path):
+    folder = tmp_path / "runs" / "finetune" / "a"
+    folder.mkdir(parents=True)
+    settings = FinetuneConfig().updated(method="map-gs").flat()
+    (folder / "config.yaml").write_text(json.dumps(settings, default=str))
+    (folder / "summary.json").write_text('{"test_accuracy": 0.5}')
+    records.collect(tmp_path / "runs", tmp_path / "data")
+    assert not list((tmp_path / "data").iterdir())
+
+
+HOSTILE = ("../../evil", "..", "", "/etc/passwd", "a\\b:c\0d", "x" * 500, "a", "a")
+
+
+def test_names_at_wandb_lead_to_no_other_folder(tmp_path, monkeypatch):
+    """Whoever may write to a project chooses names of runs, and the settings that name folders."""
+    target = tmp_path / "below" / "runs"
+    runs = [
+        types.SimpleNamespace(
+            name=name,
+            id=f"../{number}",
+            config={**Config().flat(), "out": f"/nowhere/../{name}/../.."},
+            summary={"test_accuracy": 0.5},
+            scan_history=list,
+        )
+        for number, name in enumerate(HOSTILE)
+    ]
+    api = types.SimpleNamespace(runs=lambda project: runs)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(Api=lambda: api))
+    folders = download("me/it", target)
+    assert len(set(folders)) == len(HOSTILE)
+    for folder in folders:
+        assert folder.resolve().parent.parent == target.resolve()
+        assert (folder / "summary.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["below"]
+
+
+def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(NtkMarglikError, match="pip install wandb"):
+    with pytest.raises(NtkMarglikError, match=r"ntk-marglik\[wandb\]"):
         download("me/it", tmp_path)
 
 

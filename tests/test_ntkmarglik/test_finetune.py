@@ -19,18 +19,29 @@ import safetensors.torch
 import torch
 import transformers
 import yaml
+from generators import script
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
+from torch.func import functional_call
 
 from laplace_marglik import DiagonalLaplace
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.finetune import checkpoints, examples, inputs, pretrained, rows
+from ntkmarglik.programs.finetune import (
+    checkpoints,
+    examples,
+    inputs,
+    pretrained,
+    priors,
+    rows,
+    swag,
+)
 from ntkmarglik.programs.finetune.checkpoints import Place
 from ntkmarglik.programs.finetune.config import FinetuneConfig, Search, parse
 from ntkmarglik.programs.finetune.fit import Fit
 from ntkmarglik.programs.finetune.objectives import Map
 from ntkmarglik.programs.finetune.plan import PLANS, Candidate, Result, best
-from ntkmarglik.programs.finetune.run import main
+from ntkmarglik.programs.finetune.run import PREDICT_SEED, main
 from ntkmarglik.programs.finetune.scores import macro_accuracy
 from ntkmarglik.runs.folder import read_summary
 from ntkmarglik.runs.metrics import read_metrics
@@ -200,7 +211,7 @@ def test_the_backbone_is_the_checkpoints_and_the_head_is_new(convnext):
 
 def test_the_prior_pulls_to_pretrained_weights_and_the_head_to_zero(convnext):
     model = pretrained.load(Place(convnext), 3, text=False, seed=0)
-    prior = pretrained.l2_sp(model, 2.0, 3.0)
+    prior = priors.l2_sp(model).at(model, 2.0, 3.0)
     assert prior.group_names == ["backbone", "head"] and prior.precision.tolist() == pytest.approx(
         [2.0, 3.0]
     )
@@ -269,7 +280,7 @@ def test_the_curvature_of_a_bert_is_that_of_single_gradients(bert, root):
     )
     part = part.chosen(np.arange(5))
     laplace = DiagonalLaplace(
-        model, "classification", pretrained.l2_sp(model, 1.0, 1.0), part.batches(2)
+        model, "classification", priors.l2_sp(model).at(model, 1.0, 1.0), part.batches(2)
     )
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for i in range(5):
@@ -287,9 +298,8 @@ def test_map_minimises_its_formula(convnext):
     model = pretrained.load(Place(convnext), 3, text=False, seed=0)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     alpha, beta, n = 0.3, 0.2, 7
-    objective = Map(
-        model, pretrained.l2_sp(model, alpha * n, beta * n), n, Search(), torch.Generator()
-    )
+    prior = priors.l2_sp(model).at(model, alpha * n, beta * n)
+    objective = Map(model, prior, n, Search(), torch.Generator())
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -301,6 +311,168 @@ def test_map_minimises_its_formula(convnext):
         away = (p - start[name]) if backbone else p
         expected = expected + (alpha if backbone else beta) / 2 * away.double().square().sum()
     assert objective.loss(x, y).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------- priors
+
+
+@pytest.fixture(scope="session")
+def remembered(convnext, tmp_path_factory):
+    """The ConvNeXt with the statistics of a random walk around its weights."""
+    folder = tmp_path_factory.mktemp("remembered")
+    shutil.copytree(convnext, folder, dirs_exist_ok=True)
+    walk(pretrained.load(Place(convnext), 3, text=False, seed=0))[0].statistics().save(folder)
+    return str(folder)
+
+
+def walk(model, steps=8):
+    """A collection along a random walk, and the weights that it took [steps] by name."""
+    generator = torch.Generator().manual_seed(1)
+    collection, taken = swag.Collection(model), []
+    for _ in range(steps):
+        for w in swag.backbone(model).values():
+            w.add_(0.3 * torch.randn(w.shape, generator=generator))
+        collection.add()
+        taken.append({name: w.clone() for name, w in swag.backbone(model).items()})
+    return collection, taken
+
+
+def test_statistics_are_those_of_the_weights_that_were_taken(convnext):
+    model = pretrained.load(Place(convnext), 3, text=False, seed=0)
+    collection, taken = walk(model)
+    found = collection.statistics()
+    assert set(found.mean) == {
+        name.removeprefix("network.")
+        for name, _ in model.named_parameters()
+        if name.startswith("network.convnext.")
+    }
+    for name in found.mean:
+        w = torch.stack([weights[name].double() for weights in taken])
+        torch.testing.assert_close(found.mean[name].double(), w.mean(0), atol=1e-6, rtol=1e-5)
+        expected = w.var(0, correction=0)
+        torch.testing.assert_close(found.variance[name].double(), expected, atol=1e-6, rtol=1e-5)
+        away = [w[t] - w[: t + 1].mean(0) for t in range(8 - swag.RANK, 8)]
+        expected = torch.stack(away, -1)
+        torch.testing.assert_close(found.deviations[name].double(), expected, atol=1e-6, rtol=1e-5)
+    with pytest.raises(NtkMarglikError, match="more than 5 times"):
+        walk(model, steps=5)[0].statistics()
+
+
+def test_small_checkpoints_have_the_statistics_of_more_training(convnext, root, monkeypatch):
+    made = script("make_small_checkpoints")
+    monkeypatch.setattr(made, "SWAG_EVERY", 2)
+    model = pretrained.load(Place(convnext), 37, text=False, seed=0)
+    before = {name: w.clone() for name, w in swag.backbone(model).items()}
+    prepare = pretrained.Preparation(Place(convnext), text=False, max_length=0)
+    part = inputs.Part.of(examples.read("pets37", root)[0], prepare, CPU)
+    collection = made.along(model, part, torch.Generator().manual_seed(0), 12)
+    found = collection.statistics()
+    after = swag.backbone(model)
+    for name, mean in found.mean.items():
+        assert found.deviations[name].shape == (*mean.shape, swag.RANK)
+    for weights in (before, after):
+        assert any(not torch.equal(mean, weights[name]) for name, mean in found.mean.items())
+    monkeypatch.setattr(sys, "argv", ["x", "convnext", "--swag-steps", "11"])
+    with pytest.raises(SystemExit, match="2"):
+        made.main()
+
+
+def test_the_mode_under_the_prior_of_a_pretraining(remembered):
+    """Its loss is the log density of torch's low-rank Gaussian, up to a constant."""
+    model = pretrained.load(Place(remembered), 3, text=False, seed=0)
+    statistics = swag.read(Place(remembered), model)
+    alpha, beta, n = 0.3, 0.2, 7
+    prior = priors.ptyl(statistics, 0.1).at(model, alpha * n, beta * n)
+    objective = Map(model, prior, n, Search(prior="ptyl"), torch.Generator())
+    x, y = torch.randn(5, 3, 8, 8), torch.tensor([0, 1, 2, 1, 0])
+
+    def flat(kind):
+        return torch.cat(
+            [
+                getattr(statistics, kind)[name]
+                .double()
+                .flatten(0, -2 if kind == "deviations" else -1)
+                for name in statistics.mean
+            ]
+        )
+
+    scale = 1 / (alpha * n)
+    gaussian = torch.distributions.LowRankMultivariateNormal(
+        flat("mean"),
+        (scale / 8) ** 0.5 * flat("deviations"),
+        scale * (flat("variance") / 2 + 0.1),
+    )
+    w = torch.cat([w.double().flatten() for w in swag.backbone(model).values()])
+    away = gaussian.log_prob(w) - gaussian.log_prob(flat("mean"))
+    head = sum(
+        p.double().square().sum()
+        for name, p in model.named_parameters()
+        if not name.startswith("network.convnext.")
+    )
+    data = nn.functional.cross_entropy(model(x).double(), y)
+    expected = data - away / n + beta / 2 * head
+    assert objective.loss(x, y).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("prior", ["l2-zero", "ptyl"])
+@pytest.mark.parametrize("method", ["map", "map-gs", "elbo", "de-elbo"])
+def test_priors_from_flags_to_a_run_folder(prior, method, remembered, tmp_path):
+    flags = digits(remembered, "--method", method, "--prior", prior, "--out", str(tmp_path / "run"))
+    assert main(flags) == 0
+    summary = summary_of(tmp_path / "run")
+    assert summary["prior"] == prior and math.isfinite(summary["objective"])
+    assert ("probit_test_ece" in summary) == (prior == "l2-zero" and method != "map")
+    assert rows.run_row(tmp_path / "run")["prior"] == prior
+    assert f"{method}, {prior}" in rows.table([rows.run_row(tmp_path / "run")])
+
+
+def test_l2_zero_pulls_everything_to_zero(convnext):
+    model = pretrained.load(Place(convnext), 3, text=False, seed=0)
+    prior = priors.family(Search(prior="l2-zero"), model, None).at(model, 2.0, 2.0)
+    weights = dict(model.named_parameters())
+    expected = 2 * sum(w.double().square().sum() for w in weights.values())
+    assert prior.penalty(weights).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_run_with_other_statistics_is_not_continued(remembered, tmp_path, capsys):
+    folder, out = tmp_path / "network", tmp_path / "run"
+    shutil.copytree(remembered, folder)
+    flags = digits(str(folder), "--prior", "ptyl", "--rates", "0.01", "--out", str(out))
+    assert main(flags) == 0
+    (out / "summary.json").unlink()
+    assert main([*flags, "--resume"]) == 0
+    model = pretrained.load(Place(str(folder)), 3, text=False, seed=0)
+    walk(model, steps=9)[0].statistics().save(folder)
+    capsys.readouterr()
+    (out / "summary.json").unlink()
+    assert main([*flags, "--resume"]) == 2
+    assert "The network of the run to resume" in capsys.readouterr().err
+
+
+def test_statistics_that_do_not_fit_are_told(convnext, remembered, tmp_path, capsys):
+    for method in ("la-lml", "la-clml"):
+        assert main(digits(remembered, "--method", method, "--prior", "ptyl")) == 2
+        assert "map, map-gs, map-bo, elbo, de-elbo" in capsys.readouterr().err
+    assert main(digits(convnext, "--prior", "ptyl", "--out", str(tmp_path / "run"))) == 2
+    assert "make_small_checkpoints.py writes one" in capsys.readouterr().err
+    model = pretrained.load(Place(remembered), 3, text=False, seed=0)
+    place = Place(str(tmp_path))
+    good = swag.read(Place(remembered), model).tensors()
+    name = next(iter(swag.backbone(model)))
+    wrong = {
+        "in one of them only": {"mean.other": torch.ones(1)},
+        "should be": {f"variance.{name}": torch.ones(1)},
+        "not finite": {f"mean.{name}": good[f"mean.{name}"] * math.nan},
+        "negative": {f"variance.{name}": -1 - good[f"variance.{name}"]},
+        "format": None,
+    }
+    for words, change in wrong.items():
+        save_file({**good, **(change or {})}, tmp_path / swag.NAME, change and swag.FORMAT)
+        with pytest.raises(NtkMarglikError, match=words):
+            swag.read(place, model)
+    (tmp_path / swag.NAME).write_bytes(b"nothing")
+    with pytest.raises(NtkMarglikError, match="cannot be read"):
+        swag.read(place, model)
 
 
 def test_subsets_are_balanced_and_nested():
@@ -452,6 +624,35 @@ def test_other_architectures(kind, tmp_path):
         )
         assert main([*flags, "--out", str(tmp_path / method)]) == 0
         assert math.isfinite(summary_of(tmp_path / method)["objective"])
+
+
+def test_predictions_are_averaged_over_the_posterior(convnext, tmp_path):
+    flags = digits(convnext, "--sigma", "0.1", "--predict-samples", "3", "--save-model")
+    assert main([*flags, "--out", str(tmp_path)]) == 0
+    summary = summary_of(tmp_path)
+    config = parse(flags)
+    place = Place(str(tmp_path / "model"))
+    data = inputs.load(config, pretrained.Preparation(place, text=False, max_length=0), CPU)
+    model = pretrained.load(place, 3, text=False, seed=0)
+    # the head is renewed when a network is loaded: take the stored one
+    stored = transformers.AutoModelForImageClassification.from_pretrained(place.name)
+    model.network.load_state_dict(stored.state_dict())
+    model.eval()
+    generator = torch.Generator().manual_seed(PREDICT_SEED)
+    x, y = next(data.test.batches())
+    probabilities = torch.zeros(len(y), 3)
+    for _ in range(3):
+        noisy = {
+            name: p.detach() + summary["sigma"] * torch.randn(p.shape, generator=generator)
+            for name, p in model.named_parameters()
+        }
+        probabilities += functional_call(model, noisy, (x,)).softmax(1).detach() / 3
+    picked = probabilities[torch.arange(len(y)), y]
+    found = summary["sampled_test_log_likelihood"]
+    assert found == pytest.approx(picked.log().mean().item(), abs=1e-4)
+    assert found != pytest.approx(summary["test_log_likelihood"], abs=1e-4)
+    assert main(digits(convnext, "--predict-samples", "0", "--out", str(tmp_path / "none"))) == 0
+    assert "sampled_test_ece" not in summary_of(tmp_path / "none")
 
 
 def test_it_learns(convnext, tmp_path):
@@ -696,9 +897,22 @@ def test_rows_of_tables(convnext, tmp_path):
         parse(found[1]["command"].split()[2:]).run.seed == 1 and "--out" not in found[1]["command"]
     )
     assert "| digits-12, classes 7 1 4 | map | 2 |" in rows.table(found)
-    assert set(rows.COLUMNS) - set(found[0]) == {"sigma", "kappa"}
+    of_bounds = {"sigma", "kappa", "sampled_test_log_likelihood"}
+    assert set(rows.COLUMNS) - set(found[0]) == of_bounds
     with pytest.raises(NtkMarglikError, match="no finished run"):
         rows.run_row(tmp_path)
+
+
+def test_runs_of_single_rates_are_one_search(convnext, tmp_path):
+    for rate in ("0.1", "0.01"):
+        flags = digits(convnext, "--method", "map", "--rates", rate)
+        main([*flags, "--out", str(tmp_path / rate)])
+    main(digits(convnext, "--method", "map", "--out", str(tmp_path / "both")))
+    singles = [rows.run_row(tmp_path / rate) for rate in ("0.1", "0.01")]
+    (chosen,) = rows.over_rates(singles)
+    both = rows.run_row(tmp_path / "both")
+    assert (chosen["rate"], chosen["n_fits"]) == (both["rate"], both["n_fits"])
+    assert chosen["seconds_cpu"] == sum(row["seconds_cpu"] for row in singles)
 
 
 def test_candidates_are_settings_of_fits():

@@ -17,9 +17,16 @@ from tiny_runs import TINY
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.classify.config import Config
+from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.grid.run import main as grid_main
 from ntkmarglik.programs.launch.board import Board, table
-from ntkmarglik.programs.launch.lines import GridLine, RunLine, latest, read_lines
+from ntkmarglik.programs.launch.lines import (
+    FinetuneLine,
+    GridLine,
+    RunLine,
+    latest,
+    read_lines,
+)
 
 GRID = [
     *TINY_GRID,
@@ -135,6 +142,52 @@ def test_a_grid_is_finished_by_its_csv(place):
         line("--lr", "0.5")
 
 
+def test_a_line_of_finetuning(place):
+    """It is checked without its data or the hub, resumes, and is finished by its summary."""
+    (place / "net").mkdir()
+    (place / "net/config.json").write_text("{}")
+    start = "python scripts/finetune.py --dataset digits --checkpoint"
+    hub, line = read_lines(
+        written(place, f"{start} hub:me/net --out a\n{start} net --method map-gs --seed 4")
+    )
+    assert isinstance(hub, FinetuneLine) and hub.folder == Path("a")
+    assert line.folder == Path("runs/digits-1000-net-map-gs-seed4")
+    assert {"--resume", "--out"} <= set(line.job().arguments) and line.job().place == place
+    assert line.job().program == "ntkmarglik.programs.finetune.run:main"
+    assert line.progress() == "starting" and not line.finished()
+    line.folder.mkdir(parents=True)
+    metrics = {"fit": 1, "fit_step": 200, "loss": 0.5, "test_accuracy": 0.75}
+    (line.folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    assert line.progress() == "fit 2/101, step 200/6000, loss 0.5000, test acc. 75.0 %"
+    (line.folder / "summary.json").write_text("{}")
+    assert line.finished()
+
+
+def test_bad_lines_of_finetuning_are_told(place):
+    (place / "net").mkdir()
+    (place / "net/config.json").write_text("{}")
+    (place / "other").mkdir()
+    (place / "other/config.yaml").write_text("steps: 7\n")
+    start = "python scripts/finetune.py --dataset digits --checkpoint"
+    bad = {
+        f"{start} nowhere --out b": "no such folder",
+        f"{start} hub:a/b/c --out c": "hub:OWNER/NAME",
+        f"{start} net --dataset digit --out d": "Did you mean 'digits'",
+        f"{start} net --method la-lml --prior ptyl --out e": "independent weights",
+        f"{start} net --steps 0 --out f": "--steps",
+        f"{start} net --dry-run --out g": "--dry-run makes no run",
+        f"{start} net --out other": "started with steps = 7",
+        f"{start} net --out a --seed 2": "folder a is that of line 1",
+    }
+    path = written(place, "\n".join([f"{start} net --out a", *bad]))
+    with pytest.raises(NtkMarglikError) as error:
+        read_lines(path)
+    said = str(error.value).splitlines()
+    assert len(said) == len(bad) + 1
+    for number, (words, line) in enumerate(zip(bad.values(), said[1:], strict=True), start=2):
+        assert line.startswith(f"{path}:{number}:") and words in line
+
+
 def test_the_latest_numbers_are_shown(place):
     assert latest(place, 9) == "starting"
     first = {"epoch": 1, "loss": 2.0, "log_marglik": -3.0, "test_accuracy": 0.5}
@@ -195,7 +248,22 @@ def test_runs_end_in_their_tables(place):
         }
         (config.run.out / "summary.json").write_text(json.dumps(summary))
         lines.append(RunLine(number, config))
-    paper, other = launch.tables(lines)
+    tuned = FinetuneConfig().updated(out=Path("runs/tuned"))
+    tuned.run.out.mkdir()
+    (tuned.run.out / "config.yaml").write_text(
+        json.dumps({**tuned.flat(), "out": None}, default=str)
+    )
+    scores = ("test_accuracy", "test_log_likelihood", "test_ece", "objective")
+    summary = {
+        **dict.fromkeys((*scores, "seconds_total", "seconds_cpu"), 0.5),
+        **{"method": "de-elbo", "dataset": "digits", "classes": [], "checkpoint": "hub:me/net"},
+        **{"n_data": 7, "seed": 0, "held_out_score": None, "fits": [{}], "rate": 0.1},
+        "prior_variance": {"backbone": 1.0, "head": 1.0},
+    }
+    (tuned.run.out / "summary.json").write_text(json.dumps(summary))
+    lines.append(FinetuneLine(2, tuned))
+    paper, other, finetuning = launch.tables(lines)
+    assert "| digits-7 | de-elbo | 1 | 50.0 | 0.500 | - |" in finetuning
     assert paper.startswith("**Table 1.**") and "50.0" in paper and "digits" not in paper
     assert "digits-9, cnn" in other and "cifar10" not in other
 

@@ -11,6 +11,7 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.runs import checkpoint, resumable
 from ntkmarglik.runs.folder import RunFolder, read_summary
 from ntkmarglik.runs.metrics import read_metrics
+from ntkmarglik.runs.origin import origin
 from ntkmarglik.runs.resumable import how_to_continue, resumable_run
 from ntkmarglik.settings import Settings
 
@@ -222,3 +223,8 @@ def test_the_bar_shows_the_whole_run_its_part_and_its_numbers(monkeypatch, capsy
     shown = capsys.readouterr().err.rpartition("\r")[2]
     assert shown.startswith("second part:") and "3/4" in shown
     assert "loss=0.2500" in shown and "evidence=-2.0000" in shown
+
+
+def test_what_a_checkpoint_says_of_its_origin_is_plain_text():
+    """Classes of their own, as that of torch's version, are refused when it is read."""
+    assert {type(value) for value in origin({"data": "x"}, 2).values()} == {str}

@@ -382,13 +382,16 @@ def test_lines_that_found_no_room_are_written_when_there_is_some(out, monkeypatc
 @pytest.mark.parametrize("fails", ["import", "init", "log", "finish", "never"])
 def test_wandb_never_stops_a_run(fails, out, capsys, monkeypatch, undrawn):
     class Fake(types.ModuleType):
-        api = types.SimpleNamespace(api_key=None)
         summary: dict = {}
         logged: list = []
 
         def _step(self, name):
             if fails == name:
                 raise ConnectionError(f"{name} failed")
+
+        def login(self, *, prompt, verify):
+            assert not prompt and not verify  # there may be nobody to ask, and no network
+            return False
 
         def init(self, mode, **_):
             assert mode == "offline"  # nobody is logged in: it must not ask

@@ -37,7 +37,7 @@ class GaussianPrior(nn.Module):
         mean: a number, a mapping from parameter names to tensors shaped as the weights (others have
             mean zero), or "current" for the weights as they are now (L2-SP).
         covariance: Sigma of some groups by group name, as of pretrained weights; for variational
-            objectives only.
+            objectives and `penalty` only, curvature needs independent weights.
         hyper: name patterns of parameters that are not weights.
     """
 
@@ -133,6 +133,15 @@ class GaussianPrior(nn.Module):
                     "entries; build it for this model"
                 )
 
+    def check_independent(self) -> None:
+        """Refuse a prior with a covariance, where its weights have to be independent."""
+        if self.covariance:
+            named = [self.group_names[number] for number in self.covariance]
+            raise MarglikError(
+                "curvature and weight decay need a prior of independent weights, but the groups "
+                f"{named} have a covariance; drop covariance=, or use DataEmphasizedELBO"
+            )
+
     def check_precision(self) -> None:
         """Refuse precisions that overflow: the evidence would mean nothing."""
         values = self.log_precision.detach()
@@ -157,6 +166,7 @@ class GaussianPrior(nn.Module):
                 decay of each weight by name.
         """
         n_data = positive_integer("n_data", n_data)
+        self.check_independent()
         decays = {}
         for name, precision in self.precisions().items():
             if precision.numel() > 1:
@@ -188,6 +198,7 @@ class GaussianPrior(nn.Module):
             weights: tensors by parameter name.
             n_data: size N of the training set.
         """
+        self.check_independent()
         precision = self.log_precision.detach().exp() / n_data
         for name, deviation in self.deviations(weights).items():
             group = self.groups[name]
@@ -218,6 +229,7 @@ class GaussianPrior(nn.Module):
         Args:
             weights: tensors by parameter name.
         """
+        self.check_independent()
         squares = torch.zeros_like(self.log_precision, dtype=torch.float64, requires_grad=False)
         for name, deviation in self.deviations(weights).items():
             group = self.groups[name]
@@ -240,13 +252,22 @@ class GaussianPrior(nn.Module):
     def penalty(self, weights: Mapping[str, Tensor]) -> Tensor:
         """(w - mean)^T P0 (w - mean), differentiable in the weights but not in the precision.
 
+        P0 = precision * Sigma^-1 in groups with a covariance.
+
         Args:
             weights: tensors by parameter name.
         """
         precision = self.log_precision.detach().exp()
-        terms = []
-        for name, deviation in self.deviations(weights).items():
+        deviations = self.deviations(weights)
+        like = next(iter(deviations.values()))
+        terms = [
+            (precision[number] * sigma.quadratic(deviations)).to(like.dtype)
+            for number, sigma in self.covariance.items()
+        ]
+        for name, deviation in deviations.items():
             group = self.groups[name]
+            if isinstance(group, int) and group in self.covariance:
+                continue
             scale = precision[group].to(deviation.dtype)
             square = deviation.square()
             if isinstance(group, int):

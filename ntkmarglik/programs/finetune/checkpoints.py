@@ -40,21 +40,35 @@ def find(checkpoint: str) -> Place:
     A name on the hub becomes the commit that it has now, so that network and preprocessing are of
     one state of the repository, and the run can say which.
     """
+    check_name(checkpoint)
     if not checkpoint.startswith(HUB):
-        folder = Path(checkpoint)
-        _check_folder(folder)
+        _check_sums(Path(checkpoint))
         return Place(checkpoint)
-    name, _, revision = checkpoint.removeprefix(HUB).partition("@")
+    name, revision = _parts(checkpoint)
+    return Place(name, _commit(name, revision or None))
+
+
+def check_name(checkpoint: str) -> None:
+    """Refuse what is no name on the hub, which is not asked, nor a folder of save_pretrained."""
+    if not checkpoint.startswith(HUB):
+        _check_folder(Path(checkpoint))
+        return
+    name, revision = _parts(checkpoint)
     if not REPOSITORY.fullmatch(name) or (revision and not REVISION.fullmatch(revision)):
         raise NtkMarglikError(
             f"--checkpoint {checkpoint}: a network on the Hugging Face hub is hub:OWNER/NAME or "
             "hub:OWNER/NAME@REVISION."
         )
-    return Place(name, _commit(name, revision or None))
+
+
+def _parts(checkpoint: str) -> tuple[str, str]:
+    """Repository and revision of a name on the hub; without one, the revision is empty."""
+    name, _, revision = checkpoint.removeprefix(HUB).partition("@")
+    return name, revision
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse what is not a folder of save_pretrained, or has been damaged since it was written."""
+    """Refuse what is not a folder of save_pretrained."""
     if not folder.is_dir():
         hint = ""
         if REPOSITORY.fullmatch(str(folder)):
@@ -64,6 +78,10 @@ def _check_folder(folder: Path) -> None:
         raise NtkMarglikError(
             f"--checkpoint {folder}: the folder has no config.json; save_pretrained makes one."
         )
+
+
+def _check_sums(folder: Path) -> None:
+    """Refuse a folder that has been damaged since it was written."""
     for name, digest in _stated_sums(folder):
         if _sum(folder / name) != digest:
             raise NtkMarglikError(

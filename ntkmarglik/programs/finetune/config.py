@@ -31,6 +31,10 @@ class Search:
 
     method: Method = "de-elbo"
     """map: fixed weight decay; map-gs, map-bo: grid search, Bayesian optimisation on held-out data; la-lml: diagonal Laplace evidence; la-clml: grid search by the conditional evidence; elbo, de-elbo: variational bounds."""
+    prior: Literal["l2-zero", "l2-sp", "ptyl"] = "l2-sp"
+    """Where the backbone is pulled. l2-zero: to zero; l2-sp: to the pretrained weights; ptyl: as the low-rank Gaussian of the pretraining says, whose statistics must be in the checkpoint (not for la-lml and la-clml). The head is pulled to zero."""
+    prior_jitter: PositiveFloat = 0.1
+    """Added to the diagonal of the covariance of ptyl."""
     rates: PositiveFloats = (0.1, 0.01, 0.001, 0.0001)
     """Learning rates to choose from: by the training objective, or on held-out data where decays are found there."""
     backbone_decay: PositiveFloat = 1e-3
@@ -103,7 +107,7 @@ class Run:
 
     FREE: ClassVar = (
         *("device", "threads", "out", "resume", "checkpoint_seconds", "dry_run", "save_model"),
-        *("predict", "wandb", "tensorboard"),
+        *("predict", "predict_samples", "wandb", "tensorboard"),
     )
 
     seed: NonNegativeInt = 0
@@ -118,6 +122,8 @@ class Run:
     """Continue the run in its folder from the last checkpoint; without one, start it."""
     predict: Literal["probit", "none"] = "probit"
     """At the end also score predictions of a diagonal posterior with the chosen prior, by the probit link; none skips them."""
+    predict_samples: NonNegativeInt = 10
+    """Draws of all weights over which predictions of elbo and de-elbo are averaged at the end, beside those at the mean; 0 = none."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on the test set (not counted in times); 0 = five in a fit, the last one included."""
     checkpoint_seconds: Limit = 60.0
@@ -134,9 +140,9 @@ class Run:
 
 @dataclass(frozen=True)
 class FinetuneConfig(Settings):
-    """Fine-tune a pretrained classifier with learned L2-SP regularisation.
+    """Fine-tune a pretrained classifier with learned regularisation.
 
-    Weights of the backbone are pulled to their pretrained values, those of the new head to zero.
+    Weights of the backbone are pulled to their pretrained values (see --prior), those of the new head to zero.
     """
 
     script = "scripts/finetune.py"
@@ -151,7 +157,8 @@ class FinetuneConfig(Settings):
         """The default name of the run folder."""
         task, network = self.task, Path(self.task.checkpoint).name
         data = f"{task.dataset}-{task.n_data or 'all'}"
-        return f"{data}-{network}-{self.search.method}-seed{self.run.seed}"
+        prior = "" if self.search.prior == "l2-sp" else f"-{self.search.prior}"
+        return f"{data}-{network}-{self.search.method}{prior}-seed{self.run.seed}"
 
 
 def parse(arguments: Sequence[str] | None = None) -> FinetuneConfig:

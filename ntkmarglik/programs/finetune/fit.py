@@ -11,20 +11,24 @@ from torch import Tensor, nn
 from laplace_marglik.schedule import cosine, set_rate
 from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.finetune.inputs import Part, changed
-from ntkmarglik.programs.finetune.plan import Candidate, Plan
-from ntkmarglik.programs.finetune.pretrained import Classifier, l2_sp
+from ntkmarglik.programs.finetune.plan import PLANS, Candidate
+from ntkmarglik.programs.finetune.pretrained import Classifier
+from ntkmarglik.programs.finetune.priors import PriorFamily
 
 MOMENTUM = 0.9
 NOISE_SEED = 2**31  # added to the seed: draws of the objective are independent of batches
 
 
 class Fit:
-    """Training of a model on a part of the data; its weights must be the pretrained ones."""
+    """Training of a model on a part of the data; its weights must be the pretrained ones.
+
+    priors: from which the candidate's decays choose one. number: of the fit in its run.
+    """
 
     def __init__(
         self,
         model: Classifier,
-        plan: Plan,
+        priors: PriorFamily,
         candidate: Candidate,
         part: Part,
         config: FinetuneConfig,
@@ -35,10 +39,11 @@ class Fit:
         self.part = part
         self.config = config
         n = len(part)
-        prior = l2_sp(model, candidate.backbone_decay * n, candidate.head_decay * n)
+        prior = priors.at(model, candidate.backbone_decay * n, candidate.head_decay * n)
         seed = 1000 * config.run.seed + number
         noise = torch.Generator(part.y.device).manual_seed(NOISE_SEED + seed)
-        self.objective = plan.objective(model, prior, n, config.search, noise)
+        objective = PLANS[config.search.method].objective
+        self.objective = objective(model, prior, n, config.search, noise)
         self.batches = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)  # dropout draws from torch's own generator
         self.groups = _groups(model, self.objective.parameters())

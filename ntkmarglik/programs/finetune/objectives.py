@@ -77,12 +77,12 @@ class Objective(ABC):
 
 
 class Map(Objective):
-    """The mode of the posterior under a fixed prior: L2-SP.
+    """The mode of the posterior under a fixed prior, with e = w_backbone - mean.
 
-        loss = -mean log p(y | x, w) + alpha/2 |w_backbone - w_pretrained|^2 + beta/2 |w_head|^2
+        loss = -mean log p(y | x, w) + alpha/2 e^T Sigma^-1 e + beta/2 |w_head|^2
         precision = alpha N
 
-    (Li et al. 2018).
+    L2-SP (Li et al. 2018) has Sigma = I and pretrained weights as mean, L2-zero mean zero.
     """
 
     _likelihood = Categorical()

@@ -57,13 +57,18 @@ class Plan:
         return self.scores != "objective"
 
     @property
+    def takes_covariance(self) -> bool:
+        """Whether the prior may have a covariance: Laplace approximations are diagonal."""
+        return self.objective is not LaplaceEvidence and self.scores != "clml"
+
+    @property
     def learns(self) -> bool:
         """Whether the prior is learned, or searched for."""
         return self.objective is not Map or self.candidates != "rates"
 
     def uses(self) -> set[str]:
         """The settings of the search that it uses."""
-        used = {"method", "rates", *self.objective.uses}
+        used = {"method", "prior", "rates", *self.objective.uses}
         if self.candidates == "rates" and not self.objective.closed_form:
             used |= {"backbone_decay", "head_decay"}
         if self.candidates != "rates":

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from laplace_marglik import GaussianPrior
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.finetune.checkpoints import Place, explained, write_sums
 from ntkmarglik.programs.finetune.examples import Examples
@@ -104,22 +103,6 @@ def _renew_head(model: Classifier, generator: torch.Generator) -> None:
             nn.init.normal_(module.weight, std=scale, generator=generator)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def l2_sp(model: Classifier, backbone: float, head: float) -> GaussianPrior:
-    """Gaussians around the present weights of the backbone, and around zero for the head.
-
-    backbone, head: their precisions, the usual weight decay times the number of data.
-    """
-    pattern = f"{model.backbone}.*"
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    weights = dict(model.named_parameters())
-    return GaussianPrior(
-        model,
-        {pattern: "backbone", "*": "head"},
-        {"backbone": backbone, "head": head},
-        mean={name: weights[name] for name in names if name.startswith(f"{model.backbone}.")},
-    )
 
 
 class Preparation:

@@ -12,28 +12,32 @@ from typing import Any
 import torch
 import yaml
 
-from asdl_marglik import evaluating
-from laplace_marglik import MarginalLikelihood
+from asdl_marglik import evaluating, trainable
+from laplace_marglik import FixedPosterior, MarginalLikelihood
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.distributed import refuse_several
+from ntkmarglik.learn.evaluate import metrics
 from ntkmarglik.learn.predictive import BATCH, SCORED, posterior_scores
 from ntkmarglik.machine import device as machine
 from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.programs.finetune import inputs, report
-from ntkmarglik.programs.finetune.checkpoints import find
+from ntkmarglik.programs.finetune.checkpoints import check_name, find
 from ntkmarglik.programs.finetune.config import FinetuneConfig, parse
 from ntkmarglik.programs.finetune.examples import check_dataset, is_text
 from ntkmarglik.programs.finetune.fit import Fit
-from ntkmarglik.programs.finetune.objectives import LIKELIHOOD
+from ntkmarglik.programs.finetune.objectives import LIKELIHOOD, Elbo
 from ntkmarglik.programs.finetune.plan import PLANS, Result, best
-from ntkmarglik.programs.finetune.pretrained import Preparation, l2_sp, load
-from ntkmarglik.programs.finetune.scores import evaluated
+from ntkmarglik.programs.finetune.pretrained import Preparation, load
+from ntkmarglik.programs.finetune.scores import averaged, evaluated
+from ntkmarglik.programs.finetune.swag import read as read_statistics
 from ntkmarglik.programs.finetune.transfer import Transfer
 from ntkmarglik.runs.folder import CHECKPOINT, folder_named, only_writer
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.resumable import check_written, how_to_continue, resumable_run
 from ntkmarglik.runs.summary import commit
 from ntkmarglik.settings import check_values, warn_unused
+
+PREDICT_SEED = 2**30  # added to the seed: draws of predictions are independent of all others
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,13 +58,16 @@ def run(config: FinetuneConfig) -> Metrics:
         prepare = Preparation(place, text=text, max_length=task.max_length)
         data = inputs.load(config, prepare, device)
         model = load(place, data.n_classes, text=text, seed=config.run.seed).to(device)
-        transfer = Transfer(config, model, data)
+        statistics = None
+        if config.search.prior == "ptyl":
+            statistics = read_statistics(place, model).to(device)
+        transfer = Transfer(config, model, data, statistics)
         if config.run.dry_run:
             print(yaml.safe_dump(config.flat(), sort_keys=False))
             print(_estimate(transfer))
             return {}
         resume = config.run.resume
-        path = config.run.out or folder_named(config.name, resume=resume)
+        path = folder_of(config)
         with only_writer(path):
             with how_to_continue(path):
                 lines, summary = resumable_run(transfer, summarise, path, resume=resume)
@@ -71,6 +78,11 @@ def run(config: FinetuneConfig) -> Metrics:
             print(f"run folder: {path}")
             check_written([summary], path)
     return summary
+
+
+def folder_of(config: FinetuneConfig) -> Path:
+    """The run folder: as given; else named by the settings."""
+    return config.run.out or folder_named(config.name, resume=config.run.resume)
 
 
 def _save_model(transfer: Transfer, prepare: Preparation, path: Path) -> None:
@@ -88,8 +100,12 @@ def warn_of_unused(config: FinetuneConfig) -> None:
     """Say which of the flags that are given change nothing with this method or data."""
     names = {setting.name for setting in fields(config.search)}
     ignored = names - PLANS[config.search.method].uses()
+    if config.search.prior == "ptyl":
+        ignored.discard("prior_jitter")
     if not is_text(config.task.dataset):
         ignored.add("max_length")
+    if not issubclass(PLANS[config.search.method].objective, Elbo):
+        ignored.add("predict_samples")
     where = f"--method {config.search.method} and --dataset {config.task.dataset}"
     warn_unused(config, ignored, where)
 
@@ -98,6 +114,14 @@ def check(config: FinetuneConfig) -> None:
     """Refuse what is wrong whatever the data."""
     check_values(config)
     check_dataset(config.task.dataset)
+    check_name(config.task.checkpoint)
+    method = config.search.method
+    if config.search.prior == "ptyl" and not PLANS[method].takes_covariance:
+        able = ", ".join(name for name, plan in PLANS.items() if plan.takes_covariance)
+        raise NtkMarglikError(
+            f"--prior ptyl is not for --method {method}, whose Laplace approximation is of "
+            f"independent weights; use it with {able}."
+        )
     machine.check_device(config.run.device)
 
 
@@ -112,6 +136,7 @@ def summarise(transfer: Transfer) -> Metrics:
     held_out_score = best(transfer.done[:-1]).score if transfer.plan.holds_out else None
     return {
         "method": config.search.method,
+        "prior": config.search.prior,
         "dataset": config.task.dataset,
         "classes": list(config.task.classes),
         "checkpoint": config.task.checkpoint,
@@ -120,6 +145,7 @@ def summarise(transfer: Transfer) -> Metrics:
         "n_parameters": _n_trained(transfer),
         **{f"test_{name}": value for name, value in test.items()},
         **_posterior_scores(transfer, chosen["prior_variance"]),
+        **_sampled_scores(transfer, chosen),
         "train_accuracy": train["accuracy"],
         "train_log_likelihood": train["log_likelihood"],
         "objective": result.score,
@@ -137,12 +163,13 @@ def summarise(transfer: Transfer) -> Metrics:
 
 def _posterior_scores(transfer: Transfer, variance: dict[str, float]) -> Metrics:
     """Scores of a diagonal posterior's predictions, with the variances of the prior that was
-    chosen; its means do not matter to them.
+    chosen; its means do not matter to them. Weights that are not independent have no such one.
     """
-    if transfer.config.run.predict == "none" or not transfer.plan.learns:
+    skipped = transfer.config.run.predict == "none" or not transfer.plan.learns
+    if skipped or transfer.priors.covariance:
         return {}
     model = transfer.model
-    prior = l2_sp(model, 1 / variance["backbone"], 1 / variance["head"])
+    prior = transfer.priors.at(model, 1 / variance["backbone"], 1 / variance["head"])
     data = transfer.data
     n = len(data.train)
     ml = MarginalLikelihood(model, LIKELIHOOD, n_data=n, prior=prior, structure="diag")
@@ -150,6 +177,21 @@ def _posterior_scores(transfer: Transfer, variance: dict[str, float]) -> Metrics
     with torch.no_grad(), evaluating(model):
         network = torch.cat([model(x) for x, _ in test])
     return posterior_scores(ml, "diag", data.train.batches(), test, network)
+
+
+def _sampled_scores(transfer: Transfer, chosen: dict[str, Any]) -> Metrics:
+    """Scores of predictions averaged over the Gaussian that a bound was made of."""
+    draws = transfer.config.run.predict_samples
+    if not draws or "sigma" not in chosen:
+        return {}
+    weights = trainable(transfer.model, ())
+    sigma = torch.tensor(chosen["sigma"])
+    test = transfer.data.test
+    posterior = FixedPosterior(weights, {name: sigma.to(w) for name, w in weights.items()})
+    generator = torch.Generator(test.y.device).manual_seed(PREDICT_SEED + transfer.config.run.seed)
+    p = averaged(transfer.model, posterior, test, draws, generator)
+    scores = metrics(p.clamp_min(torch.finfo(p.dtype).tiny).log(), test.y)
+    return {f"sampled_test_{name}": value for name, value in scores.items()}
 
 
 def _described(result: Result) -> dict[str, Any]:

@@ -53,22 +53,23 @@ def conditional(
             generator=draw,
         )
         draw.manual_seed(seed)  # the same draws again
-        accuracy = _accuracy(model, posterior, held_out, temperature, draws, draw)
+        p = averaged(model, posterior, held_out, draws, draw, temperature)
+        accuracy = (p.argmax(1) == held_out.y).double().mean().item()
         scores.append((accuracy, score.total / score.n_data))
     _, evidence = max(scores)
     return evidence
 
 
 @torch.no_grad()
-def _accuracy(
+def averaged(
     model: nn.Module,
     posterior: FixedPosterior,
     part: Part,
-    temperature: float,
     draws: int,
     generator: torch.Generator,
-) -> float:
-    """Of predictions averaged over draws of the weights."""
+    temperature: float = 1.0,
+) -> Tensor:
+    """Probabilities [n, C], averaged over draws of the weights."""
     p: Tensor | float = 0.0
     with evaluating(model):
         for _ in range(draws):
@@ -76,4 +77,4 @@ def _accuracy(
             logits = [functional_call(model, weights, (x,)) for x, _ in part.batches()]
             p = p + torch.cat(logits).softmax(1)
     assert isinstance(p, Tensor)
-    return (p.argmax(1) == part.y).double().mean().item()
+    return p / draws

@@ -20,7 +20,9 @@ from ntkmarglik.programs.finetune.fit import Fit
 from ntkmarglik.programs.finetune.inputs import Data
 from ntkmarglik.programs.finetune.plan import PLANS, Candidate, Result, best
 from ntkmarglik.programs.finetune.pretrained import Classifier
+from ntkmarglik.programs.finetune.priors import family
 from ntkmarglik.programs.finetune.scores import conditional, evaluated
+from ntkmarglik.programs.finetune.swag import Statistics
 from ntkmarglik.runs.folder import NoFolder, RunFolder
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.resumable import Progress
@@ -32,16 +34,25 @@ SPLIT_SEED = 7
 class Transfer:
     """All fits of a method; call `run`.
 
-    The model's weights must be the pretrained ones, and end as the chosen ones.
+    The model's weights must be the pretrained ones, and end as the chosen ones. statistics: of
+    their pretraining, for a prior that needs them.
     """
 
     unit = "step"
     ranks = None  # one process
 
-    def __init__(self, config: FinetuneConfig, model: Classifier, data: Data):
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        model: Classifier,
+        data: Data,
+        statistics: Statistics | None = None,
+    ):
         self.config = config
         self.model = model
         self.data = data
+        self.priors = family(config.search, model, statistics)
+        self._statistics = {} if statistics is None else statistics.tensors()
         self.plan = PLANS[config.search.method]
         self.n_fits = self.plan.n_fits(config.search)
         self.rest = data.train
@@ -60,7 +71,7 @@ class Transfer:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        sums = checksum(self.initial.values()).tolist()
+        sums = checksum([*self.initial.values(), *self._statistics.values()]).tolist()
         return {
             "data": f"{self.data.train.fingerprint()}-{self.data.test.fingerprint()}",
             "network": hashlib.sha256(str(sums).encode()).hexdigest()[:16],
@@ -125,7 +136,7 @@ class Transfer:
     def _fit(self, candidate: Candidate) -> Fit:
         self.model.load_state_dict(self.initial)
         part = self.data.train if self._last else self.rest
-        return Fit(self.model, self.plan, candidate, part, self.config, len(self.done))
+        return Fit(self.model, self.priors, candidate, part, self.config, len(self.done))
 
     @property
     def _last(self) -> bool:

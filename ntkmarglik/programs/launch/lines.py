@@ -11,6 +11,11 @@ from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.classify.config import parse as parse_run
 from ntkmarglik.programs.classify.preflight import check_settings
+from ntkmarglik.programs.finetune.config import FinetuneConfig
+from ntkmarglik.programs.finetune.config import parse as parse_finetuning
+from ntkmarglik.programs.finetune.plan import PLANS
+from ntkmarglik.programs.finetune.run import check as check_finetuning
+from ntkmarglik.programs.finetune.run import folder_of as folder_of_finetuning
 from ntkmarglik.programs.grid.config import CSV, GridConfig
 from ntkmarglik.programs.grid.config import parse as parse_grid
 from ntkmarglik.programs.grid.run import check as check_grid
@@ -19,6 +24,7 @@ from ntkmarglik.programs.grid.table import read as read_grid
 from ntkmarglik.programs.launch import processes
 from ntkmarglik.programs.launch.job import Job
 from ntkmarglik.runs.folder import CONFIG, folder_of, read_config, read_summary
+from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.metrics import read_metrics
 from ntkmarglik.settings import refusing
 
@@ -126,8 +132,63 @@ class GridLine:
         self.finished()
 
 
-Line = RunLine | GridLine
-STARTS = (("python", Config), ("torchrun ...", Config), ("python", GridConfig))
+@dataclass(frozen=True)
+class FinetuneLine:
+    """A run of finetune.py; its folder is its own."""
+
+    number: int
+    config: FinetuneConfig  # with its folder, and told to resume
+
+    @property
+    def folder(self) -> Path:
+        return folder_of_finetuning(self.config)
+
+    @property
+    def command(self) -> str:
+        return self.config.command()
+
+    def job(self) -> Job:
+        """What to submit."""
+        return Job(
+            "ntkmarglik.programs.finetune.run:main",
+            tuple(self.config.arguments()),
+            self.folder,
+            Path.cwd(),
+        )
+
+    def finished(self) -> bool:
+        """Whether its summary is there."""
+        return read_summary(self.folder) is not None
+
+    def progress(self) -> str:
+        """Its fit, the step in it, and the latest numbers."""
+        recorded = read_metrics(self.folder, quiet=True)
+        if not recorded:
+            return "starting"
+        last = recorded[-1]
+        search = self.config.search
+        place = (
+            f"fit {last['fit'] + 1}/{PLANS[search.method].n_fits(search)}",
+            f"step {last['fit_step']}/{self.config.training.steps}",
+        )
+        return ", ".join([*place, *_numbers(last)])
+
+    def check(self) -> None:
+        """Refuse what cannot run, or would be put in the folder of something else."""
+        if self.config.run.dry_run:
+            raise NtkMarglikError("--dry-run makes no run; leave it out.")
+        check_finetuning(self.config.updated(device="cpu"))
+        if (self.folder / CONFIG).exists():
+            self.config.refuse_other(read_config(self.folder))
+
+
+Line = RunLine | GridLine | FinetuneLine
+STARTS = (
+    ("python", Config),
+    ("torchrun ...", Config),
+    ("python", GridConfig),
+    ("python", FinetuneConfig),
+)
 
 
 def latest(folder: Path, epochs: int) -> str:
@@ -136,12 +197,17 @@ def latest(folder: Path, epochs: int) -> str:
     if not recorded:
         return "starting"
     known = {name: value for metrics in recorded for name, value in metrics.items()}
-    shown = [f"epoch {known['epoch']}/{epochs}", f"loss {known['loss']:.4f}"]
-    if "log_marglik" in known:
-        shown.append(f"evidence {known['log_marglik']:.4f}")
-    if "test_accuracy" in known:
-        shown.append(f"test acc. {100 * known['test_accuracy']:.1f} %")
-    return ", ".join(shown)
+    return ", ".join([f"epoch {known['epoch']}/{epochs}", *_numbers(known)])
+
+
+def _numbers(metrics: Metrics) -> list[str]:
+    """Those numbers that are worth a look while a run goes on."""
+    shown = [f"loss {metrics['loss']:.4f}"]
+    if "log_marglik" in metrics:
+        shown.append(f"evidence {metrics['log_marglik']:.4f}")
+    if "test_accuracy" in metrics:
+        shown.append(f"test acc. {100 * metrics['test_accuracy']:.1f} %")
+    return shown
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -188,6 +254,9 @@ def _line(number: int, words: list[str]) -> Line:
         return RunLine(number, config.updated(out=folder_of(config)))
     if program == ["python", GridConfig.script]:
         return GridLine(number, refusing(parse_grid, arguments))
+    if program == ["python", FinetuneConfig.script]:
+        tuning = refusing(parse_finetuning, arguments).updated(resume=True)
+        return FinetuneLine(number, tuning.updated(out=folder_of_finetuning(tuning)))
     known = " or ".join(f"`{how} {kind.script} ...`" for how, kind in STARTS)
     raise NtkMarglikError(f"a line is {known}, but this is `{shlex.join(words)}`.")
 
@@ -197,7 +266,7 @@ def _refuse_shared_folder(line: Line, others: dict[Path, list[Line]]) -> None:
     for other in others.get(line.folder, []):
         if other.command == line.command:
             raise NtkMarglikError(f"it is the same as line {other.number}.")
-        if isinstance(other, RunLine) or isinstance(line, RunLine):
+        if not (isinstance(other, GridLine) and isinstance(line, GridLine)):
             raise NtkMarglikError(
                 f"its folder {line.folder} is that of line {other.number}; give it another --out."
             )

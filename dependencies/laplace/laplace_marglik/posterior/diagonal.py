@@ -54,8 +54,7 @@ class DiagonalLaplace:
     ):
         if curvature not in ("empirical", "ggn"):
             raise MarglikError(f"curvature must be empirical or ggn, got {curvature!r}")
-        if prior.covariance:
-            raise MarglikError("curvature needs a prior of independent weights; drop covariance=")
+        prior.check_independent()
         self.prior = prior
         self._likelihood = likelihood_for(likelihood)
         self._curvature = curvature

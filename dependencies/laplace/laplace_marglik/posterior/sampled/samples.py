@@ -76,6 +76,7 @@ class Samples:
         self.ranks = ranks
         weights = included(trainable(model, hyper), list(exclude))
         prior.check(weights, hyperparameters_in(model, hyper))
+        prior.check_independent()
         self.layout = Layout(weights, prior.groups, prior.log_precision.numel())
         self.linear = Linearised(model, self.layout, together)
         self._like = next(iter(weights.values())).detach().flatten()[:1]
