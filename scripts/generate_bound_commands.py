@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands import Experiment, Printable, Scale, print_commands, runs
+from commands import PAPER, Experiment, Printable, Scale, named, print_commands, runs
 
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.grid.config import GridConfig
@@ -25,6 +25,7 @@ SMALL_ALL_DATA = {
     "bound-prior": ("kfac-N-C", "diag-N-C", "ntk-N-1", "blockdiag-N-1"),
     "bound-lila": ("kfac-N-C", "diag-N-C"),
 }
+VARIANTS = {"code": "grids at networks trained as by the published code, and nothing else"}
 AUG_BLOCK = 200  # data points of their gradients of the augmentation at small scale
 
 
@@ -96,6 +97,7 @@ class Grid:
     """A grid of bounds at one network; several commands fill one csv."""
 
     name: str
+    files: tuple[str, ...]  # of its settings
     what: str
     configs: tuple[GridConfig, ...]
 
@@ -103,7 +105,9 @@ class Grid:
         """What it is; at small scale also what is smaller than in the paper."""
         lines = [f"{self.name} ({self.what}): one network, {self.configs[0].grid.points} values"]
         if scale == "small":
-            settings = described(difference(load_grid(self.name), load_grid(self.name, "small")))
+            settings = described(
+                difference(load_grid(*self.files), load_grid(*self.files, scale="small"))
+            )
             lines.append(f"reduced: {settings}; fewer block sizes, roots or structures")
         return lines
 
@@ -118,18 +122,25 @@ class Grid:
             yield config.updated(**where).command()
 
 
-def grid(name: str, what: str, scale: Scale) -> Grid:
+def grid(name: str, what: str, scale: Scale, variant: str) -> Grid:
     """The grid of some figures."""
+    files = (name,) if variant == PAPER else (name, f"bound-grid-{variant}")
     parts = SMALL_GRIDS[name] if scale == "small" else [{}]
-    return Grid(name, what, tuple(load_grid(name, scale).updated(**part) for part in parts))
+    configs = tuple(load_grid(*files, scale=scale).updated(**part) for part in parts)
+    return Grid(named(name, variant), files, what, configs)
 
 
-def experiments(scale: Scale) -> list[Printable]:
+def experiments(scale: Scale, variant: str = PAPER) -> list[Printable]:
     """Grids of bounds; prior precisions learned with every bound; the same with invariances."""
+    grids = [
+        grid(name, "Figures 3-6, 12", scale, variant)
+        for name in ("bound-grid-prior", "bound-grid-rotation")
+    ]
+    if variant != PAPER:  # the others are the same
+        return list(grids)
     reduced = "fewer block sizes and structures" if scale == "small" else ""
     return [
-        grid("bound-grid-prior", "Figures 3-6, 12", scale),
-        grid("bound-grid-rotation", "Figures 3-6, 12", scale),
+        *grids,
         *(
             Experiment(name, (name,), figures, (0, 1, 2), tuple(estimators([name], scale)), reduced)
             for name, figures in (
@@ -141,4 +152,4 @@ def experiments(scale: Scale) -> list[Printable]:
 
 
 if __name__ == "__main__":
-    print_commands(__doc__, experiments)
+    print_commands(__doc__, experiments, VARIANTS)

@@ -23,7 +23,10 @@ PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
 REFERENCE = "kfac-n-c"  # times are relative to it
 BLOCKS = {"none": "prior", "affine": "invariance"}
 # settings by which rows and columns differ; the caption states the others
-OF_THE_ROW = {"method", "subset", "outputs", "columns", "partition", "root", "aug_block", "dataset"}
+OF_THE_ROW = {
+    *("method", "subset", "outputs", "columns", "partition", "root", "dataset"),
+    *("aug_block", "aug_blocks"),
+}
 
 
 @dataclass(frozen=True)
@@ -184,13 +187,13 @@ def _shared(differences: list[dict[str, Change]]) -> dict[str, Change]:
 
 def _difference(config: Config, experiment: str) -> dict[str, Change]:
     """Changed settings of a run; estimators of all data may have a settings file of their own."""
-    own, left_out = f"{experiment}-full", OF_THE_ROW
+    own = f"{experiment}-full"
     whole = config.estimator.subset == 0 and (experiments.CONFIGS / f"{own}.yaml").exists()
-    if whole:
-        left_out = left_out | {"aug_steps"}  # one for each block
     paper = experiments.load(experiment, own) if whole else experiments.load(experiment)
     return {
-        name: c for name, c in experiments.difference(paper, config).items() if name not in left_out
+        name: change
+        for name, change in experiments.difference(paper, config).items()
+        if name not in OF_THE_ROW
     }
 
 
