@@ -6,6 +6,7 @@ python scripts/make_tables.py --table 1 runs/cifar runs/cifar-lila --format late
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ntkmarglik.runs.records import Row
 
 ROOT = Path(__file__).parent.parent
 Change = tuple[Any, Any]  # of a setting
+Cell = tuple[str, str, str]  # estimator, data set, column
 PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
 REFERENCE = "kfac-n-c"  # times are relative to it
 BLOCKS = {"none": "prior", "affine": "invariance"}
@@ -79,14 +81,41 @@ def body(layout: Layout, rows: list[Row], published: list[Row]) -> Iterator[list
         found = list(dict.fromkeys(row["estimator"] for row in own))
         partner = {name: _partner(name, found) for (name,) in printed}
         extra = [label for label in found if label not in partner.values()]
+        best = _best(layout, own)
         for name, label in [*partner.items(), *((label.upper(), label) for label in extra)]:
-            yield [
-                block,
-                name,
-                *_cells(
-                    layout, [r for r in own if r["estimator"] == label], own, printed.get((name,))
-                ),
-            ]
+            runs = [row for row in own if row["estimator"] == label]
+            yield [block, name, *_cells(layout, runs, own, printed.get((name,)), best)]
+
+
+def _best(layout: Layout, block: list[Row]) -> set[Cell]:
+    """The cells of a block in bold: those whose standard error overlaps with that of the best.
+
+    So the paper has it, "if standard errors with best overlap from both sides"; without an error,
+    of a single seed, the best alone.
+    """
+    found = set()
+    for (dataset,), runs in records.grouped(block, "dataset").items():
+        for column in layout.columns:
+            scores = {
+                label: records.mean_and_error(numbers)
+                for (label,), own in records.grouped(runs, "estimator").items()
+                if (numbers := _performance(column, own))
+            }
+            if len(scores) > 1:
+                mean, error = max(scores.values(), key=lambda score: score[0])
+                found |= {
+                    (label, dataset, column)
+                    for label, (own, its_error) in scores.items()
+                    if own + (its_error or 0) >= mean - (error or 0)
+                }
+    return found
+
+
+def _performance(column: str, runs: list[Row]) -> list[float]:
+    """Numbers of which the largest is best; none of a time, or of the evidence of MAP."""
+    if column == "time" or (column == "log_marglik" and runs[0]["estimator"] == "map"):
+        return []  # MAP maximises no evidence
+    return [(100 if column == "test_accuracy" else 1) * v for v in records.values(runs, column)]
 
 
 def _partner(name: str, found: list[str]) -> str | None:
@@ -98,7 +127,11 @@ def _partner(name: str, found: list[str]) -> str | None:
 
 
 def _cells(
-    layout: Layout, runs: list[Row], block: list[Row], published: list[Row] | None
+    layout: Layout,
+    runs: list[Row],
+    block: list[Row],
+    published: list[Row] | None,
+    best: set[Cell],
 ) -> Iterator[str]:
     for dataset in layout.datasets:
         own = [row for row in runs if row["dataset"] == dataset]
@@ -108,6 +141,8 @@ def _cells(
         beside = next((p for p in published or [] if p["dataset"] == dataset), {})
         for column in layout.columns:
             measured, paper = _measured(column, own, reference), beside.get(column) or "-"
+            if own and (own[0]["estimator"], dataset, column) in best:
+                measured = f"**{measured}**"
             yield measured if measured == paper == "-" else f"{measured} ({paper})"
 
 
@@ -116,12 +151,8 @@ def _measured(column: str, own: list[Row], reference: list[Row]) -> str:
         if not own or not reference:
             return "-"
         return f"{100 * _seconds(own) / _seconds(reference):.0f}%"
-    if column == "log_marglik" and own and own[0]["estimator"] == "map":
-        return "-"  # it maximises none
-    accuracy = column == "test_accuracy"
-    return records.as_text(
-        [(100 if accuracy else 1) * v for v in records.values(own, column)], 1 if accuracy else 2
-    )
+    digits = 1 if column == "test_accuracy" else 2
+    return records.as_text(_performance(column, own) if own else [], digits)
 
 
 def _seconds(rows: list[Row]) -> float:
@@ -135,7 +166,8 @@ def _seconds(rows: list[Row]) -> float:
 def caption(layout: Layout, rows: list[Row]) -> str:
     """What is shown, and how the runs differ from the paper's."""
     parts = [
-        f"{layout.title}: measured, mean ± standard error over seeds (in brackets: published)."
+        f"{layout.title}: measured, mean ± standard error over seeds (in brackets: published); "
+        "bold where the standard error overlaps with that of the best of the block."
     ]
     if "time" in layout.columns:
         parts.append("Time of training relative to KFAC-N-C, of the fastest seed each.")
@@ -222,7 +254,7 @@ def latex(layout: Layout, lines: list[list[str]], text: str) -> str:
             ("->", r"$\to$"),
         ):
             cell = cell.replace(plain, special)
-        return cell
+        return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", cell)
 
     width = len(layout.columns)
     groups = " & ".join(
