@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 Change = tuple[Any, Any]  # of a setting
 Cell = tuple[str, str, str]  # estimator, data set, column
 PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
+DIGITS = {"log_marglik": 2, "test_log_likelihood": 2, "test_accuracy": 1}
 REFERENCE = "kfac-n-c"  # times are relative to it
 BLOCKS = {"none": "prior", "affine": "invariance"}
 # settings by which rows and columns differ; the caption states the others
@@ -90,14 +91,14 @@ def body(layout: Layout, rows: list[Row], published: list[Row]) -> Iterator[list
 def _best(layout: Layout, block: list[Row]) -> set[Cell]:
     """The cells of a block in bold: those whose standard error overlaps with that of the best.
 
-    So the paper has it, "if standard errors with best overlap from both sides"; without an error,
-    of a single seed, the best alone.
+    So the paper has it, "if standard errors with best overlap from both sides"; numbers of a
+    single seed have no error. Numbers are compared as they are printed.
     """
     found = set()
     for (dataset,), runs in records.grouped(block, "dataset").items():
         for column in layout.columns:
             scores = {
-                label: records.mean_and_error(numbers)
+                label: _rounded(records.mean_and_error(numbers), DIGITS[column])
                 for (label,), own in records.grouped(runs, "estimator").items()
                 if (numbers := _performance(column, own))
             }
@@ -106,9 +107,14 @@ def _best(layout: Layout, block: list[Row]) -> set[Cell]:
                 found |= {
                     (label, dataset, column)
                     for label, (own, its_error) in scores.items()
-                    if own + (its_error or 0) >= mean - (error or 0)
+                    if own + its_error >= mean - error
                 }
     return found
+
+
+def _rounded(score: tuple[float, float | None], digits: int) -> tuple[float, float]:
+    mean, error = score
+    return round(mean, digits), round(error or 0.0, digits)
 
 
 def _performance(column: str, runs: list[Row]) -> list[float]:
@@ -151,8 +157,7 @@ def _measured(column: str, own: list[Row], reference: list[Row]) -> str:
         if not own or not reference:
             return "-"
         return f"{100 * _seconds(own) / _seconds(reference):.0f}%"
-    digits = 1 if column == "test_accuracy" else 2
-    return records.as_text(_performance(column, own) if own else [], digits)
+    return records.as_text(_performance(column, own) if own else [], DIGITS[column])
 
 
 def _seconds(rows: list[Row]) -> float:
