@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -41,7 +42,7 @@ def overview(folder: Path, target: Path) -> None:
     source = folder / bound_slack.FILES[0]
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(10.5, 4.6), layout="constrained")
-        left, right = figure.subfigures(1, 2, width_ratios=(1.75, 1))
+        left, right = figure.subfigures(1, 2, width_ratios=(1.75, 1))  # type: ignore[misc]
         _scheme(left.subplots(3, 4))
         above, below = right.subplots(2, 1, sharex=True)
         for axes, chosen, what in (
@@ -141,7 +142,7 @@ def _sign(
     size: int = 13,
 ) -> None:
     """A sign beside a matrix and, in small, where it comes from."""
-    where = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+    where: dict[str, Any] = {"transform": axes.transAxes, "ha": "center", "va": "center"}
     axes.text(*place, sign, fontsize=size, **where)
     axes.text(place[0] + beside[0], place[1] + beside[1], why, fontsize=6, color="0.4", **where)
 
