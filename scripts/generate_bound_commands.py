@@ -20,10 +20,11 @@ SMALL = (
     *("kfac-20-1", "kfac-100-1", "kfac-500-1", "blockdiag-20-C", "blockdiag-100-C"),
 )
 SMALL_GROUPED = ("ntk-100-1", "ntk-20-C")
-# all outputs of all data take a minute and a half for one estimate with a kernel or dense blocks
+# all outputs of all data take a minute and a half for one estimate with a kernel or dense blocks,
+# and the diagonal of copies ten seconds
 SMALL_ALL_DATA = {
     "bound-prior": ("kfac-N-C", "diag-N-C", "ntk-N-1", "blockdiag-N-1"),
-    "bound-lila": ("kfac-N-C", "diag-N-C"),
+    "bound-lila": ("kfac-N-C", "diag-N-1"),
 }
 VARIANTS = {"code": "grids at networks trained as by the published code, and nothing else"}
 AUG_BLOCK = 200  # data points of their gradients of the augmentation at small scale
