@@ -164,6 +164,9 @@ def test_panels_hold_their_family_in_order():
     curves = traces.by_subset("ntk", "1", LABELS)
     assert [curve.name for curve in curves.values()] == ["S = 10", "S = 100", "S = N"]
     assert "ntk-100-1 grouped" not in curves
+    others = traces.by_subset("kfac", "C", LABELS)
+    assert others["kfac-100-C"].colour == curves["ntk-100-1"].colour  # one colour for a size
+    assert [curve.name for curve in others.values()] == ["S = 10", "S = 100", "S = N"]
 
 
 def test_single_outputs_of_all_data_stand_in_for_all_outputs_and_look_so():
@@ -194,7 +197,9 @@ def test_curves_are_means_over_seeds_and_are_named_at_their_end(drawn):
 
 def test_families_without_runs_have_no_panel(drawn, data):
     kept = [
-        row for row in records.read(data / "traces_bound_prior.csv") if "-C" not in row["estimator"]
+        row
+        for row in records.read(data / "traces_bound_prior.csv")
+        if "-C" not in row["estimator"] and "-N-" not in row["estimator"]
     ]
     records.write(data / "traces_bound_prior.csv", records.TRACE_COLUMNS, kept)
     titles = [axes.get_title(loc="left") for axes in drawn("traces_prior_doubly").axes]

@@ -53,21 +53,27 @@ def parametric(labels: list[str]) -> dict[str, Curve]:
 
 
 def by_subset(structure: str, outputs: str, labels: list[str]) -> dict[str, Curve]:
-    """Block sizes of one structure, light for small to dark for all data."""
-    found = {}
+    """Block sizes of one structure, light for small to dark for all data; alike in all panels."""
+    sizes = {label: _size(label) for label in labels if ESTIMATOR.fullmatch(label)}
+    ordered = sorted(set(sizes.values()))
+    colours = dict(zip(ordered, shades(len(ordered)), strict=True))
+    found = [
+        label
+        for label in sizes
+        if label.startswith(f"{structure}-") and label.endswith(f"-{outputs}")
+    ]
     if (structure, outputs) == ("ntk", "C") and "ntk-N-C" not in labels and "full-N-C" in labels:
-        found["full-N-C"] = float("inf")  # the same number
-    for label in labels:
-        parts = ESTIMATOR.fullmatch(label)
-        if parts and (parts["method"], parts["outputs"], parts["variant"]) == (
-            structure,
-            outputs,
-            "",
-        ):
-            found[label] = float("inf") if parts["subset"] == "N" else float(parts["subset"])
-    ordered = sorted(found, key=lambda label: found[label])
-    colours = zip(ordered, shades(len(ordered)), strict=True)
-    return {label: Curve(f"S = {label.split('-')[1]}", colour) for label, colour in colours}
+        found.append("full-N-C")  # the same number
+    return {
+        label: Curve(f"S = {label.split('-')[1]}", colours[sizes[label]])
+        for label in sorted(found, key=lambda label: sizes[label])
+    }
+
+
+def _size(label: str) -> float:
+    """Data points in a block of an estimator."""
+    subset = label.split("-")[1]
+    return float("inf") if subset == "N" else float(subset)
 
 
 Panel = tuple[str, Callable[[list[str]], dict[str, Curve]]]
