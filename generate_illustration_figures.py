@@ -18,16 +18,16 @@ from ntkmarglik.runs.records import collect
 HERE = Path(__file__).parent / "illustrations"
 
 
-def refresh(source: str, runs: Path, project: str, data: Path) -> None:
+def refresh(source: str, runs: Path, project: str, data: Path, *, keep: bool) -> None:
     """Write the csv files of `data` anew from run folders, here or at wandb."""
     if source == "runs":
-        collect(runs, data)
+        collect(runs, data, keep=keep)
     elif source == "wandb":
         from ntkmarglik.runs.wandb_runs import download
 
         with tempfile.TemporaryDirectory() as folder:
             download(project, Path(folder))
-            collect(Path(folder), data)
+            collect(Path(folder), data, keep=keep)
 
 
 def draw(names: list[str], data: Path, out: Path) -> int:
@@ -72,11 +72,16 @@ def main() -> int:
         help="folder with a folder of runs per experiment",
     )
     parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="add to the csv files: rows of runs that are not among these stay",
+    )
+    parser.add_argument(
         "--wandb-project", default="ntk-marglik", help="entity/project, for --source wandb"
     )
     given = parser.parse_args()
     try:
-        refresh(given.source, given.runs, given.wandb_project, given.data)
+        refresh(given.source, given.runs, given.wandb_project, given.data, keep=given.keep)
     except NtkMarglikError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,9 @@ from ntkmarglik.programs.paper.experiments import (
     load,
 )
 
-__all__ = ["Experiment", "Printable", "Scale", "print_commands", "runs"]
+__all__ = ["PAPER", "Experiment", "Printable", "Scale", "named", "print_commands", "runs"]
+
+PAPER = "paper"  # what its text says, where that and its code differ
 
 
 class Printable(Protocol):
@@ -68,10 +70,23 @@ def runs(
     return tuple(base.updated(**{**estimator(label), **settings}) for label in labels)
 
 
+def named(experiment: str, variant: str) -> str:
+    """The name of a variant of an experiment, and of the folder of its runs."""
+    return experiment if variant == PAPER else f"{experiment}-{variant}"
+
+
 def print_commands(
-    description: str | None, experiments: Callable[[Scale], Sequence[Printable]]
+    description: str | None,
+    experiments: Callable[..., Sequence[Printable]],
+    variants: Mapping[str, str] | None = None,
 ) -> None:
-    """The command line of a generator."""
+    """The command line of a generator.
+
+    Args:
+        description: of the program.
+        experiments: gives what is printed for a scale, and for a variant if there are any.
+        variants: names of other readings of the paper, and what they change.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,8 +102,16 @@ def print_commands(
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[], help="instead of the paper's seeds"
     )
+    if variants:
+        parser.add_argument(
+            "--variant",
+            choices=(PAPER, *variants),
+            default=PAPER,
+            help="; ".join(f"{name}: {what}" for name, what in variants.items()),
+        )
     given = parser.parse_args()
-    code = exit_code(lambda: print(*_lines(given, experiments(given.scale)), sep="\n"))
+    chosen = (given.scale, given.variant) if variants else (given.scale,)
+    code = exit_code(lambda: print(*_lines(given, experiments(*chosen)), sep="\n"))
     if code:
         sys.exit(code)
 

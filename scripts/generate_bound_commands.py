@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands import Experiment, Printable, Scale, print_commands, runs
+from commands import PAPER, Experiment, Printable, Scale, named, print_commands, runs
 
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.grid.config import GridConfig
@@ -17,11 +17,17 @@ from ntkmarglik.programs.paper.experiments import described, difference, load_gr
 SUBSETS = (10, 20, 50, 100, 250, 500)
 SMALL = (
     *("MAP", "ntk-20-1", "ntk-100-1", "ntk-500-1", "ntk-20-C", "ntk-100-C", "blockdiag-100-1"),
-    *("kfac-20-1", "kfac-100-1", "kfac-500-1"),
+    *("kfac-20-1", "kfac-100-1", "kfac-500-1", "blockdiag-20-C", "blockdiag-100-C"),
 )
 SMALL_GROUPED = ("ntk-100-1", "ntk-20-C")
-# dense blocks of all data take too long
-SMALL_ALL_DATA = {"bound-prior": ("kfac-N-C",), "bound-lila": ()}
+# all outputs of all data take a minute and a half for one estimate with a kernel or dense blocks,
+# and the diagonal of copies ten seconds
+SMALL_ALL_DATA = {
+    "bound-prior": ("kfac-N-C", "diag-N-C", "ntk-N-1", "blockdiag-N-1"),
+    "bound-lila": ("kfac-N-C", "diag-N-1"),
+}
+VARIANTS = {"code": "grids at networks trained as by the published code, and nothing else"}
+AUG_BLOCK = 200  # data points of their gradients of the augmentation at small scale
 
 
 def paper_runs(names: list[str]) -> Iterator[Config]:
@@ -40,8 +46,14 @@ def paper_runs(names: list[str]) -> Iterator[Config]:
 
 
 def small_runs(names: list[str]) -> Iterator[Config]:
-    """Some of them: those that two cores can afford."""
-    yield from runs(names, "small", [*SMALL, *SMALL_ALL_DATA[names[0]]])
+    """Some of them: those that two cores can afford.
+
+    Runs with all data take gradients of the augmentation from blocks; their times are those of the
+    whole gradient.
+    """
+    blocks = AUG_BLOCK if names == ["bound-lila"] else 0
+    yield from runs(names, "small", SMALL)
+    yield from runs(names, "small", SMALL_ALL_DATA[names[0]], aug_block=blocks)
     yield from runs(names, "small", SMALL_GROUPED, partition="class")
 
 
@@ -86,6 +98,7 @@ class Grid:
     """A grid of bounds at one network; several commands fill one csv."""
 
     name: str
+    files: tuple[str, ...]  # of its settings
     what: str
     configs: tuple[GridConfig, ...]
 
@@ -93,7 +106,9 @@ class Grid:
         """What it is; at small scale also what is smaller than in the paper."""
         lines = [f"{self.name} ({self.what}): one network, {self.configs[0].grid.points} values"]
         if scale == "small":
-            settings = described(difference(load_grid(self.name), load_grid(self.name, "small")))
+            settings = described(
+                difference(load_grid(*self.files), load_grid(*self.files, scale="small"))
+            )
             lines.append(f"reduced: {settings}; fewer block sizes, roots or structures")
         return lines
 
@@ -108,18 +123,25 @@ class Grid:
             yield config.updated(**where).command()
 
 
-def grid(name: str, what: str, scale: Scale) -> Grid:
+def grid(name: str, what: str, scale: Scale, variant: str) -> Grid:
     """The grid of some figures."""
+    files = (name,) if variant == PAPER else (name, f"bound-grid-{variant}")
     parts = SMALL_GRIDS[name] if scale == "small" else [{}]
-    return Grid(name, what, tuple(load_grid(name, scale).updated(**part) for part in parts))
+    configs = tuple(load_grid(*files, scale=scale).updated(**part) for part in parts)
+    return Grid(named(name, variant), files, what, configs)
 
 
-def experiments(scale: Scale) -> list[Printable]:
+def experiments(scale: Scale, variant: str = PAPER) -> list[Printable]:
     """Grids of bounds; prior precisions learned with every bound; the same with invariances."""
+    grids = [
+        grid(name, "Figures 3-6, 12", scale, variant)
+        for name in ("bound-grid-prior", "bound-grid-rotation")
+    ]
+    if variant != PAPER:  # the others are the same
+        return list(grids)
     reduced = "fewer block sizes and structures" if scale == "small" else ""
     return [
-        grid("bound-grid-prior", "Figures 3-6, 12", scale),
-        grid("bound-grid-rotation", "Figures 3-6, 12", scale),
+        *grids,
         *(
             Experiment(name, (name,), figures, (0, 1, 2), tuple(estimators([name], scale)), reduced)
             for name, figures in (
@@ -131,4 +153,4 @@ def experiments(scale: Scale) -> list[Printable]:
 
 
 if __name__ == "__main__":
-    print_commands(__doc__, experiments)
+    print_commands(__doc__, experiments, VARIANTS)

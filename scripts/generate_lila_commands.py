@@ -3,33 +3,47 @@
 python scripts/generate_lila_commands.py > scripts/lila_commands.sh
 """
 
-from commands import Experiment, Scale, print_commands, runs
+from commands import PAPER, Experiment, Scale, named, print_commands, runs
 
-# all data: (estimator, gradients of the augmentation in an epoch, data points of each)
+# all data: (estimator, blocks for gradients of the augmentation in an epoch, data points of each)
 ALL_DATA = (("KFAC-N-1", 45, 120), ("KFAC-N-C", 140, 40))
-SHARE = 10  # at small scale this part of the gradients: the data are fewer by more than that
+SHARE = 10  # at small scale this part of the blocks: the data are fewer by more than that
+VARIANTS = {"steps": "KFAC-N: a step of the augmentation on each block, not one on their sum"}
 
 
-def experiments(scale: Scale) -> list[Experiment]:
+def of_all_data(blocks: int, size: int, scale: Scale, variant: str) -> dict[str, object]:
+    """Steps of the augmentation in a round.
+
+    At small scale a step on each block: rounds are few, and several steps in each stand for those
+    of the rounds that are left out.
+    """
+    blocks = blocks if scale == "full" else -(-blocks // SHARE)
+    if scale == "small" or variant == "steps":
+        return {"aug_block": size, "aug_steps": blocks}
+    return {"aug_block": size, "aug_blocks": blocks}
+
+
+def experiments(scale: Scale, variant: str = PAPER) -> list[Experiment]:
     """Stochastic estimators, and those of all data with their own rates and gradients by blocks."""
     configs = []
     for dataset in ("cifar10", "cifar100"):
         configs += runs(["cifar-lila"], scale, ("NTK-150-1", "KFAC-150-1"), dataset=dataset)
-        for label, steps, size in ALL_DATA:
+        for label, blocks, size in ALL_DATA:
             if scale == "small" and (dataset, label) == ("cifar100", "KFAC-N-C"):
                 continue  # hours; the paper could not run it either
-            steps = steps if scale == "full" else -(-steps // SHARE)
-            settings = {"dataset": dataset, "aug_steps": steps, "aug_block": size}
-            configs += runs(["cifar-lila", "cifar-lila-full"], scale, [label], **settings)
+            settings = of_all_data(blocks, size, scale, variant)
+            files = ["cifar-lila", "cifar-lila-full"]
+            configs += runs(files, scale, [label], dataset=dataset, **settings)
     reduced = (
-        "" if scale == "full" else f"1/{SHARE} of the steps of KFAC-N, KFAC-N-C on CIFAR-10 only"
+        ""
+        if scale == "full"
+        else f"1/{SHARE} of the blocks of KFAC-N and a step on each, KFAC-N-C on CIFAR-10 only"
     )
+    name = named("cifar-lila", variant)
     return [
-        Experiment(
-            "cifar-lila", ("cifar-lila",), "Table 1, bottom", (0, 1, 2), tuple(configs), reduced
-        )
+        Experiment(name, ("cifar-lila",), "Table 1, bottom", (0, 1, 2), tuple(configs), reduced)
     ]
 
 
 if __name__ == "__main__":
-    print_commands(__doc__, experiments)
+    print_commands(__doc__, experiments, VARIANTS)

@@ -6,6 +6,7 @@ python scripts/make_tables.py --table 1 runs/cifar runs/cifar-lila --format late
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,16 @@ from ntkmarglik.runs.records import Row
 
 ROOT = Path(__file__).parent.parent
 Change = tuple[Any, Any]  # of a setting
+Cell = tuple[str, str, str]  # estimator, data set, column
 PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
+DIGITS = {"log_marglik": 2, "test_log_likelihood": 2, "test_accuracy": 1}
 REFERENCE = "kfac-n-c"  # times are relative to it
 BLOCKS = {"none": "prior", "affine": "invariance"}
 # settings by which rows and columns differ; the caption states the others
-OF_THE_ROW = {"method", "subset", "outputs", "columns", "partition", "root", "aug_block", "dataset"}
+OF_THE_ROW = {
+    *("method", "subset", "outputs", "columns", "partition", "root", "dataset"),
+    *("aug_block", "aug_blocks"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,14 +85,46 @@ def body(layout: Layout, rows: list[Row], published: list[Row]) -> Iterator[list
         found = list(dict.fromkeys(row["estimator"] for row in own))
         partner = {name: _partner(name, found) for (name,) in printed}
         extra = [label for label in found if label not in partner.values()]
+        best = _best(layout, own)
         for name, label in [*partner.items(), *((label.upper(), label) for label in extra)]:
-            yield [
-                block,
-                name,
-                *_cells(
-                    layout, [r for r in own if r["estimator"] == label], own, printed.get((name,))
-                ),
-            ]
+            runs = [row for row in own if row["estimator"] == label]
+            yield [block, name, *_cells(layout, runs, own, printed.get((name,)), best)]
+
+
+def _best(layout: Layout, block: list[Row]) -> set[Cell]:
+    """The cells of a block in bold: those whose standard error overlaps with that of the best.
+
+    So the paper has it, "if standard errors with best overlap from both sides"; numbers of a
+    single seed have no error. Numbers are compared as they are printed.
+    """
+    found = set()
+    for (dataset,), runs in records.grouped(block, "dataset").items():
+        for column in layout.columns:
+            scores = {
+                label: _rounded(records.mean_and_error(numbers), DIGITS[column])
+                for (label,), own in records.grouped(runs, "estimator").items()
+                if (numbers := _performance(column, own))
+            }
+            if len(scores) > 1:
+                mean, error = max(scores.values(), key=lambda score: score[0])
+                found |= {
+                    (label, dataset, column)
+                    for label, (own, its_error) in scores.items()
+                    if own + its_error >= mean - error
+                }
+    return found
+
+
+def _rounded(score: tuple[float, float | None], digits: int) -> tuple[float, float]:
+    mean, error = score
+    return round(mean, digits), round(error or 0.0, digits)
+
+
+def _performance(column: str, runs: list[Row]) -> list[float]:
+    """Numbers of which the largest is best; none of a time, or of the evidence of MAP."""
+    if column == "time" or (column == "log_marglik" and runs[0]["estimator"] == "map"):
+        return []  # MAP maximises no evidence
+    return [(100 if column == "test_accuracy" else 1) * v for v in records.values(runs, column)]
 
 
 def _partner(name: str, found: list[str]) -> str | None:
@@ -98,7 +136,11 @@ def _partner(name: str, found: list[str]) -> str | None:
 
 
 def _cells(
-    layout: Layout, runs: list[Row], block: list[Row], published: list[Row] | None
+    layout: Layout,
+    runs: list[Row],
+    block: list[Row],
+    published: list[Row] | None,
+    best: set[Cell],
 ) -> Iterator[str]:
     for dataset in layout.datasets:
         own = [row for row in runs if row["dataset"] == dataset]
@@ -108,6 +150,8 @@ def _cells(
         beside = next((p for p in published or [] if p["dataset"] == dataset), {})
         for column in layout.columns:
             measured, paper = _measured(column, own, reference), beside.get(column) or "-"
+            if own and (own[0]["estimator"], dataset, column) in best:
+                measured = f"**{measured}**"
             yield measured if measured == paper == "-" else f"{measured} ({paper})"
 
 
@@ -116,12 +160,7 @@ def _measured(column: str, own: list[Row], reference: list[Row]) -> str:
         if not own or not reference:
             return "-"
         return f"{100 * _seconds(own) / _seconds(reference):.0f}%"
-    if column == "log_marglik" and own and own[0]["estimator"] == "map":
-        return "-"  # it maximises none
-    accuracy = column == "test_accuracy"
-    return records.as_text(
-        [(100 if accuracy else 1) * v for v in records.values(own, column)], 1 if accuracy else 2
-    )
+    return records.as_text(_performance(column, own) if own else [], DIGITS[column])
 
 
 def _seconds(rows: list[Row]) -> float:
@@ -135,7 +174,8 @@ def _seconds(rows: list[Row]) -> float:
 def caption(layout: Layout, rows: list[Row]) -> str:
     """What is shown, and how the runs differ from the paper's."""
     parts = [
-        f"{layout.title}: measured, mean ± standard error over seeds (in brackets: published)."
+        f"{layout.title}: measured, mean ± standard error over seeds (in brackets: published); "
+        "bold where the standard error overlaps with that of the best of the block."
     ]
     if "time" in layout.columns:
         parts.append("Time of training relative to KFAC-N-C, of the fastest seed each.")
@@ -187,13 +227,13 @@ def _shared(differences: list[dict[str, Change]]) -> dict[str, Change]:
 
 def _difference(config: Config, experiment: str) -> dict[str, Change]:
     """Changed settings of a run; estimators of all data may have a settings file of their own."""
-    own, left_out = f"{experiment}-full", OF_THE_ROW
+    own = f"{experiment}-full"
     whole = config.estimator.subset == 0 and (experiments.CONFIGS / f"{own}.yaml").exists()
-    if whole:
-        left_out = left_out | {"aug_steps"}  # one for each block
     paper = experiments.load(experiment, own) if whole else experiments.load(experiment)
     return {
-        name: c for name, c in experiments.difference(paper, config).items() if name not in left_out
+        name: change
+        for name, change in experiments.difference(paper, config).items()
+        if name not in OF_THE_ROW
     }
 
 
@@ -222,7 +262,7 @@ def latex(layout: Layout, lines: list[list[str]], text: str) -> str:
             ("->", r"$\to$"),
         ):
             cell = cell.replace(plain, special)
-        return cell
+        return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", cell)
 
     width = len(layout.columns)
     groups = " & ".join(

@@ -54,7 +54,9 @@ class Estimator:
     shard_blocks: bool = False
     """Share each block among the processes of torchrun, for blocks larger than one can hold; else each has its own."""
     aug_block: NonNegativeInt = 0
-    """With all data in the block (kfac, diag): data points for each gradient of the augmentation; 0 = all."""
+    """With all data in the block (kfac, diag): data points of a block for gradients of the augmentation; 0 = all."""
+    aug_blocks: PositiveInt = 1
+    """Blocks of --aug-block over which each gradient of the augmentation is summed."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
     posterior: Literal["scalar", "group", "diagonal"] = "scalar"

@@ -122,10 +122,15 @@ def _cell(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def collect(runs: Path, target: Path) -> None:
+def collect(runs: Path, target: Path, *, keep: bool = False) -> None:
     """Write runs_bound_prior.csv and traces_bound_prior.csv of `runs/bound-prior`, and so on.
 
     A bound grid, `runs/bound-grid-prior`, already has its csv: bound_grid_prior.csv.
+
+    Args:
+        runs: has a folder of runs per experiment.
+        target: folder of the csv files.
+        keep: rows of runs that are in a csv file and not in `runs` stay there.
     """
     target.mkdir(parents=True, exist_ok=True)
     for experiment in sorted(path for path in runs.glob("*") if path.is_dir()):
@@ -135,9 +140,24 @@ def collect(runs: Path, target: Path) -> None:
             continue
         folders = [f for f in run_folders([experiment]) if of_the_runner(read_config(f))]
         if folders and read_summary(experiment) is None:
-            write(target / f"runs_{name}.csv", RUN_COLUMNS, map(run_row, folders))
             traces = [row for folder in folders for row in trace_rows(folder)]
-            write(target / f"traces_{name}.csv", TRACE_COLUMNS, traces)
+            for path, columns, rows in (
+                (target / f"runs_{name}.csv", RUN_COLUMNS, [run_row(f) for f in folders]),
+                (target / f"traces_{name}.csv", TRACE_COLUMNS, traces),
+            ):
+                write(path, columns, _with_others(path, rows) if keep else rows)
+
+
+def _with_others(path: Path, rows: list[Row]) -> list[Row]:
+    """Rows, and those of other runs that a csv file has; in the order of the runs' names."""
+
+    def name(row: Row) -> str:
+        label = str(row["estimator"]).replace(" ", "-")
+        return f"{row['dataset']}-{row['n_data']}-{label}-seed{row['seed']}-{row['augment']}"
+
+    new = {name(row) for row in rows}
+    others = [row for row in read(path) if name(row) not in new] if path.exists() else []
+    return sorted([*others, *rows], key=name)
 
 
 def read(path: Path) -> list[Row]:

@@ -98,8 +98,8 @@ def pictures(n=7):
     return model, list(zip(x.split(3), y.split(3), strict=True))  # the last batch has one datum
 
 
-def by_blocks(ranks, structure):
-    """Gradients in the augmentation of one block after the other."""
+def by_blocks(ranks, structure, per_gradient):
+    """Gradients in the augmentation of one block after the other, or of some together."""
     model, batches = pictures()
     ml = MarginalLikelihood(
         model,
@@ -111,14 +111,15 @@ def by_blocks(ranks, structure):
         ranks=ranks,
         generator=torch.Generator().manual_seed(1),
     )
-    evaluate = evidence_by_blocks(ml, batches, torch.Generator().manual_seed(2))
+    evaluate = evidence_by_blocks(ml, batches, torch.Generator().manual_seed(2), per_gradient)
     return [g for _ in batches for g in torch.autograd.grad(evaluate().total, ml.hyperparameters())]
 
 
 def check_blocks(ranks):
-    for structure in ("kfac", "diag"):
-        for e, f in zip(by_blocks(None, structure), by_blocks(ranks, structure), strict=True):
-            close(f, e, f"{structure} by blocks")
+    for structure, per_gradient in (("kfac", 1), ("kfac", 2), ("diag", 1)):
+        alone, shared = (by_blocks(own, structure, per_gradient) for own in (None, ranks))
+        for e, f in zip(alone, shared, strict=True):
+            close(f, e, f"{structure} by {per_gradient} blocks")
 
 
 def samples(ranks, solver, scaling, curvature):

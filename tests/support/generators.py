@@ -17,5 +17,6 @@ def script(name):
 def printed(generator, capsys, monkeypatch, *flags):
     name = f"generate_{generator}_commands"
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
-    script("commands").print_commands(None, script(name).experiments)
+    module = script(name)
+    script("commands").print_commands(None, module.experiments, getattr(module, "VARIANTS", None))
     return capsys.readouterr().out.splitlines()

@@ -26,6 +26,38 @@ def test_a_round_of_blocks_has_the_gradient_of_all_data_on_average(structure):
     torch.testing.assert_close(torch.stack(gradients).mean(0), want)
 
 
+@pytest.mark.parametrize("structure", ["kfac", "diag"])
+def test_the_sum_over_all_blocks_is_the_gradient_of_all_data(structure):
+    ml = marglik(structure=structure, augment=Shift(2))
+    whole = ml.full_batch(BLOCKS).total
+    leaves = [ml.augment.eta, ml.prior.log_precision]
+    want = torch.autograd.grad(whole, leaves)
+    evaluate = evidence_by_blocks(ml, BLOCKS, torch.Generator().manual_seed(0), len(BLOCKS))
+    for _ in range(2):
+        total = evaluate().total
+        torch.testing.assert_close(total, whole)
+        torch.testing.assert_close(torch.autograd.grad(total, leaves), want)
+
+
+def test_a_sum_over_some_blocks_counts_each_by_its_data():
+    ml = marglik(structure="kfac", augment=Shift(2))
+    seed = torch.Generator().manual_seed(3)
+    single = evidence_by_blocks(ml, BLOCKS, seed)
+    order = torch.randperm(len(BLOCKS), generator=torch.Generator().manual_seed(3))[:2].tolist()
+    n, sizes = len(Y), [len(BLOCKS[number][1]) for number in order]
+    alone = [torch.autograd.grad(single().total, ml.augment.eta)[0] for _ in order]
+    parts = [size / n * gradient for size, gradient in zip(sizes, alone, strict=True)]
+    both = evidence_by_blocks(ml, BLOCKS, torch.Generator().manual_seed(3), 2)
+    (found,) = torch.autograd.grad(both().total, ml.augment.eta)
+    torch.testing.assert_close(found, n / sum(sizes) * sum(parts))
+
+
+@pytest.mark.parametrize("count, sentence", [(4, "there are 3 blocks"), (0, "at least 1")])
+def test_a_sum_over_blocks_that_are_not_there_is_refused(count, sentence):
+    with pytest.raises(MarglikError, match=sentence):
+        evidence_by_blocks(marglik(structure="kfac"), BLOCKS, torch.Generator(), count)
+
+
 def test_the_prior_has_the_gradient_of_all_data_every_time():
     ml = marglik(structure="kfac", augment=Shift(2))
     want = torch.autograd.grad(ml.full_batch(BLOCKS).total, ml.prior.log_precision)

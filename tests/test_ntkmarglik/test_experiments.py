@@ -18,7 +18,13 @@ from ntkmarglik.programs.finetune.config import parse as parse_finetuning
 from ntkmarglik.programs.finetune.plan import PLANS
 from ntkmarglik.programs.grid.config import parse as parse_grid
 from ntkmarglik.programs.paper import experiments
-from ntkmarglik.programs.paper.experiments import difference, estimator, label_of, load
+from ntkmarglik.programs.paper.experiments import (
+    difference,
+    estimator,
+    label_of,
+    load,
+    load_grid,
+)
 
 GENERATORS = ["bound", "cifar", "lila", "tiny", "timing", "subset"]
 SMALL_WIDTH = {"mininet": 0, "wrn": 1, "resnet": 2, "resnet50": 4}
@@ -47,7 +53,9 @@ def test_settings_are_those_of_the_paper(name):
     settings = load(name).flat()
     for setting, value in zip(NAMES, STATED[name], strict=True):
         assert value is None or settings[setting] == value, setting
-    assert (settings["optimizer"] == "adam") == name.startswith("bound")
+    assert (settings["optimizer"] == "adam") == (
+        name.startswith("bound") or name.endswith("subsets")
+    )
     assert (settings["augment"] == "affine") == (name.endswith("lila") or name == "cifar-subsets")
     assert settings["prior"] == "layerwise" and not settings["baseline"]
 
@@ -210,8 +218,11 @@ def test_the_paper_is_complete():
         "cifar-subsets": 3,
     }
     (lila,) = script_of("lila")
-    of_all_data = {label_of(c): (c.training.aug_steps, c.estimator.aug_block) for c in lila.configs}
-    assert (of_all_data["kfac-N-1"], of_all_data["kfac-N-C"]) == ((45, 120), (140, 40))
+    of_all_data = {
+        label_of(c): (c.training.aug_steps, c.estimator.aug_blocks, c.estimator.aug_block)
+        for c in lila.configs
+    }
+    assert (of_all_data["kfac-N-1"], of_all_data["kfac-N-C"]) == ((1, 45, 120), (1, 140, 40))
     for experiment in runs_of("bound"):
         labels = [label_of(config) for config in experiment.configs]
         assert len(labels) == len(set(labels))
@@ -226,6 +237,40 @@ def test_the_paper_is_complete():
     prior, invariance = script_of("tiny")
     assert [label_of(c) for c in prior.configs] == ["map", "ntk-400-1", "kfac-400-1"]
     assert [label_of(c) for c in invariance.configs] == ["augerino", "ntk-70-1 iid", "kfac-60-1"]
+
+
+def test_grid_networks_are_trained_as_the_caption_says():
+    for name in ("bound-grid-prior", "bound-grid-rotation"):
+        grid = load_grid(name).flat()
+        assert (grid["epochs"], grid["lr_min"]) == (500, 1e-9)
+        assert (grid["train_subset"], grid["train_outputs"]) == (0, 0)  # "full"
+
+
+# generator, variant -> settings in which some of its runs differ from those of the paper's text
+OTHER_READINGS = {
+    ("subset", "sgd"): {"optimizer": ("adam", "sgd")},
+    ("subset", "labels"): {"partition": ("random", "class")},
+    ("lila", "steps"): {"aug_steps": (1, 45), "aug_blocks": (45, 1)},
+    ("bound", "code"): {"epochs": (500, 100), "lr_min": (1e-9, 1e-4)},
+}
+
+
+@pytest.mark.parametrize("generator, variant", OTHER_READINGS, ids=" ".join)
+def test_another_reading_differs_where_it_says_and_has_folders_of_its_own(
+    generator, variant, capsys, monkeypatch
+):
+    module = script(f"generate_{generator}_commands")
+    expected = OTHER_READINGS[generator, variant]
+    found = []
+    paper, other = module.experiments("full"), module.experiments("full", variant)
+    for experiment, own in zip(paper, other, strict=False):
+        assert own.name == f"{experiment.name}-{variant}"
+        for config, changed in zip(experiment.configs, own.configs, strict=True):
+            found.append(difference(config, changed))
+    assert expected in found and all(set(change) <= set(expected) for change in found)
+    lines = printed(generator, capsys, monkeypatch, "--variant", variant)
+    commands = [line for line in lines if not line.startswith("#")]
+    assert commands and all(f"-{variant}" in line.split(" --out ")[1] for line in commands)
 
 
 def kinds(scale):
@@ -252,6 +297,7 @@ def test_one_of_each_kind_could_run(kind, config, capsys):
         depth=10 if "depth" in MODELS[config.problem.model].uses else DEPTH,
         subset=min(6, config.estimator.subset),
         aug_block=min(4, config.estimator.aug_block),
+        aug_blocks=min(3, config.estimator.aug_blocks),
         aug_samples=2,
         batch_size=4,
         dry_run=True,

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.finetune.config import FinetuneConfig
-from ntkmarglik.programs.paper.figures import FIGURES, NUMBERS, pareto, style, traces
+from ntkmarglik.programs.paper.figures import FIGURES, NUMBERS, pareto, scheme, style, traces
 from ntkmarglik.runs import records
 from ntkmarglik.runs.wandb_runs import download
 
@@ -111,8 +111,7 @@ def test_the_csv_of_a_grid_is_collected_as_it_is(tmp_path):
 
 def test_numbers_of_the_paper_are_figures():
     assert set(NUMBERS.values()) <= set(FIGURES)
-    # a drawing without data
-    assert set(NUMBERS) == {str(number) for number in range(1, 17)} - {"2"}
+    assert set(NUMBERS) == {str(number) for number in range(1, 17)}
 
 
 def test_absent_data_are_an_error_that_says_what_to_do(tmp_path):
@@ -150,6 +149,11 @@ def test_dominated_points_are_faint(drawn):
     faint = [line for line in markers if line.get_alpha() == pareto.FAINT]
     names = {text.get_text() for text in evidence.texts} & set(LABELS)
     assert faint and len(markers) == len(LABELS) - 1 and len(names) == len(markers) - len(faint)
+    # all data: black, named and never faint
+    black = [line for line in markers if line.get_color() == pareto.OF_ALL_DATA]
+    of_all_data = {label for label in LABELS if "-N-" in label}
+    assert len(black) == len(of_all_data) and of_all_data <= names
+    assert not set(black) & set(faint)
     assert evidence.get_xscale() == "log"
 
 
@@ -159,8 +163,22 @@ def test_dominated_points_are_faint(drawn):
 def test_panels_hold_their_family_in_order():
     assert list(traces.parametric(LABELS)) == ["full-N-C", "blockdiag-N-C", "kfac-N-C", "diag-N-C"]
     curves = traces.by_subset("ntk", "1", LABELS)
-    assert [name for name, _ in curves.values()] == ["S = 10", "S = 100", "S = N"]
+    assert [curve.name for curve in curves.values()] == ["S = 10", "S = 100", "S = N"]
     assert "ntk-100-1 grouped" not in curves
+    others = traces.by_subset("kfac", "C", LABELS)
+    assert others["kfac-100-C"].colour == curves["ntk-100-1"].colour  # one colour for a size
+    assert [curve.name for curve in others.values()] == ["S = 10", "S = 100", "S = N"]
+
+
+def test_single_outputs_of_all_data_stand_in_for_all_outputs_and_look_so():
+    few = ["kfac-N-C", "kfac-N-1", "ntk-N-1", "blockdiag-N-1", "ntk-100-C"]
+    curves = traces.parametric(few)
+    assert {label: curve.line for label, curve in curves.items()} == {
+        "kfac-N-C": "-",
+        "ntk-N-1": ":",
+        "blockdiag-N-1": ":",
+    }
+    assert "1 output" in curves["ntk-N-1"].name
 
 
 def test_curves_are_means_over_seeds_and_are_named_at_their_end(drawn):
@@ -180,7 +198,9 @@ def test_curves_are_means_over_seeds_and_are_named_at_their_end(drawn):
 
 def test_families_without_runs_have_no_panel(drawn, data):
     kept = [
-        row for row in records.read(data / "traces_bound_prior.csv") if "-C" not in row["estimator"]
+        row
+        for row in records.read(data / "traces_bound_prior.csv")
+        if "-C" not in row["estimator"] and "-N-" not in row["estimator"]
     ]
     records.write(data / "traces_bound_prior.csv", records.TRACE_COLUMNS, kept)
     titles = [axes.get_title(loc="left") for axes in drawn("traces_prior_doubly").axes]
@@ -295,3 +315,24 @@ def test_names_at_wandb_lead_nowhere_else(name, tmp_path, monkeypatch):
     for folder in folders:
         assert folder.resolve().parent.parent == target.resolve()
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+# ------------------------------------------------------------------------------------------- scheme
+
+
+def test_the_scheme_partitions_all_weights_and_all_rows():
+    whole = scheme._matrix([scheme.P], "black")
+    assert (whole == 0).all()
+    for sizes in (scheme.LAYERS, [1] * scheme.P):
+        picture = scheme._matrix(sizes, "black")
+        assert len(picture) == scheme.P and (picture[..., 0] == 0).sum() == sum(
+            s * s for s in sizes
+        )
+    seen = scheme._matrix([2] * 6, "black", seen=0)
+    assert (seen[:2, :2] == 0).all() and (seen[2:4, 2:4] > 0).all() and len(seen) == scheme.ROWS
+
+
+def test_the_overview_has_the_scheme_and_two_families_of_bounds(drawn):
+    picture = drawn("overview")
+    words = {text.get_text() for axes in picture.findobj(plt.Axes) for text in axes.texts}
+    assert {"Theorem 1", "Theorem 2", "Theorem 3", "KFAC", "S = 10", "exact"} <= words

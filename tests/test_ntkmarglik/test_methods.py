@@ -169,7 +169,8 @@ def test_over_all_blocks_the_gradient_is_that_of_all_data(method, kfac, outputs)
     assert eta.std() > 0
 
 
-def test_a_round_by_blocks_costs_one_pass_over_all_data(tmp_path, monkeypatch):
+@pytest.mark.parametrize("steps, blocks", [(6, 1), (2, 3)])
+def test_a_round_by_blocks_costs_one_pass_over_all_data(steps, blocks, monkeypatch):
     calls = {"first": 0, "second": []}
     first, second = Passes.first, Passes.second
 
@@ -183,11 +184,23 @@ def test_a_round_by_blocks_costs_one_pass_over_all_data(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Passes, "first", counted_first)
     monkeypatch.setattr(Passes, "second", counted_second)
+    sizes = ["--aug-steps", str(steps), "--aug-blocks", str(blocks)]
     trainer = trained(
-        [*TINY, *BY_BLOCKS, "--epochs", "1", "--aug-steps", "6"], load("digits", "data", n_data=64)
+        [*TINY, *BY_BLOCKS, "--epochs", "1", *sizes], load("digits", "data", n_data=64)
     )
+    assert trainer.method.learner._moves[1].taken == steps
     assert calls == {"first": 1, "second": [16] * 6}
     assert trainer.problem.augment.eta.tolist() != [0.05] * 6
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [("--aug-block 16 --aug-blocks 5", "are 4 blocks"), ("--aug-blocks 2", "give one above 0")],
+)
+def test_more_blocks_than_there_are_is_refused(flags, sentence, tmp_path, capsys):
+    whole = shlex.split("--method kfac --subset 0 --augment affine --n-data 64")
+    assert main([*TINY, *whole, "--out", str(tmp_path / "run"), *flags.split()]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", ["--subset 0", "--method kfac --subset 16"])

@@ -7,6 +7,8 @@ import sys
 import pytest
 from programs import ROOT, run
 
+from ntkmarglik.runs import records
+
 
 def test_benchmark_prints_units_and_memory_and_writes_a_csv(tmp_path):
     out = run(
@@ -118,6 +120,25 @@ def test_figures_are_drawn_from_run_folders(runs, tmp_path):
         "runs_bound_prior.csv",
         "traces_bound_prior.csv",
     }
+
+
+def test_rows_of_other_runs_stay_if_asked_to(runs, tmp_path):
+    names = ("runs_bound_prior.csv", "traces_bound_prior.csv")
+    records.collect(runs.parent, tmp_path)
+    before = {name: records.read(tmp_path / name) for name in names}
+    for name, columns in zip(names, (records.RUN_COLUMNS, records.TRACE_COLUMNS), strict=True):
+        # one that is gone, and others that were run again and gave other numbers
+        gone = {**before[name][0], "seed": "7"}
+        again = [{**row, "test_accuracy": "0"} for row in before[name]]
+        records.write(tmp_path / name, columns, [gone, *again])
+    records.collect(runs.parent, tmp_path, keep=True)
+    for name in names:
+        rows = records.read(tmp_path / name)
+        assert [row["seed"] for row in rows].count("7") == 1
+        now = [row for row in rows if row["seed"] != "7"]
+        assert len(now) == len(before[name]) and all(row in before[name] for row in now)
+    records.collect(runs.parent, tmp_path)
+    assert {name: records.read(tmp_path / name) for name in names} == before
 
 
 # figures of single runs, of scripts/rff_demo.py and of an example

@@ -69,7 +69,7 @@ def test_table_1_has_the_layout_of_the_paper(table, tmp_path):
     assert [line.split(" | ")[0] for line in lines] == ["| prior"] * 7 + ["| invariance"] * 4
     cells = lines[1].split(" | ")
     assert cells[2:6] == [
-        "-2.10 ± 0.00 (-0.87 ± 0.02)",
+        "**-2.10 ± 0.00** (-0.87 ± 0.02)",
         "-1.11 ± 0.01 (-0.53 ± 0.01)",
         "51.1 ± 0.1 (86.8 ± 0.1)",
         "33% (60%)",
@@ -121,9 +121,32 @@ def test_table_2_counts_outputs_drawn_per_datum_as_its_ntk(table, tmp_path):
 def test_latex_is_escaped_and_has_the_same_numbers(table, tmp_path):
     text = table(made_up("cifar", tmp_path), made_up("lila", tmp_path), "--format", "latex")
     assert text.count(r"\midrule") == 2 and r"\multicolumn{4}{c}{CIFAR-100}" in text
+    assert r"\textbf{-2.10 $\pm$ 0.00} (-0.87" in text and "**" not in text
     assert r"33\% (60\%)" in text and r"$\pm$" in text and "±" not in text and r"n\_data" in text
     lines = [line for line in text.splitlines() if line.endswith(r"\\")]
     assert {line.count("&") for line in lines[1:]} == {9}
+
+
+def test_bold_is_what_overlaps_with_the_best_of_its_block(tmp_path):
+    made = {"ntk-500-1": (-1.0, -1.2), "kfac-500-1": (-1.1, -1.3), "kfac-N-C": (-1.5, -1.6)}
+    rows = [
+        {"dataset": "cifar10", "estimator": label, "seed": seed, "test_log_likelihood": value}
+        for label, numbers in {**made, "map": (-0.5,)}.items()
+        for seed, value in enumerate(numbers)
+    ]
+    module = script("make_tables")
+    without_map = [row for row in rows if row["estimator"] != "map"]
+    # errors of 0.1: -1.1 and -1.2 overlap, -1.55 ± 0.05 does not
+    assert {label for label, _, _ in module._best(module.LAYOUTS["1"], without_map)} == {
+        "ntk-500-1",
+        "kfac-500-1",
+    }
+    # a single number has no error, and what is printed alike is as good
+    alike = [{**row, "estimator": "ntk-N-C"} for row in rows if row["estimator"] == "map"]
+    alike[0]["test_log_likelihood"] -= 0.004
+    assert len(module._best(module.LAYOUTS["1"], [*rows, *alike])) == 2
+    assert module._best(module.LAYOUTS["1"], rows) == {("map", "cifar10", "test_log_likelihood")}
+    assert not module._best(module.LAYOUTS["1"], rows[:2])  # nothing to compare with
 
 
 def test_no_runs_is_an_error(table, tmp_path, capsys):

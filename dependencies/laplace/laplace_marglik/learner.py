@@ -92,6 +92,7 @@ class EvidenceLearner:
             constant rates.
         augment_block: with all data in the block, data points of each gradient of the augmentation;
             0 for all.
+        augment_blocks: blocks of that size over which such a gradient is summed.
         batch_size: data points read at a time, with all data in the block.
         partition: blocks of another kind, as a `ClassPartition`.
         collate_fn: as in a DataLoader.
@@ -118,6 +119,7 @@ class EvidenceLearner:
         every: int = 1,
         total_rounds: int | None = None,
         augment_block: int = 0,
+        augment_blocks: int = 1,
         batch_size: int = 500,
         partition: Partition | InducingPartition | None = None,
         collate_fn: Callable[[list], Any] | None = None,
@@ -127,6 +129,7 @@ class EvidenceLearner:
             ("steps_per_block", steps_per_block),
             ("blocks_per_step", blocks_per_step),
             ("every", every),
+            ("augment_blocks", augment_blocks),
             ("batch_size", batch_size),
         ):
             checks.positive_integer(name, count)
@@ -138,6 +141,7 @@ class EvidenceLearner:
             )
         self.full_batch = partition is None and rows is None
         self.augment_block = augment_block
+        self.augment_blocks = augment_blocks
         self.batch_size = batch_size
         self.steps_per_block = steps_per_block
         self.blocks_per_step = blocks_per_step
@@ -276,7 +280,7 @@ class EvidenceLearner:
         if self.augment_block and self._moves[1].steps:
             generator = self.ml.generator
             blocks = dealt(self.examples, self.augment_block, generator)
-            cached = evidence_by_blocks(self.ml, blocks, generator)
+            cached = evidence_by_blocks(self.ml, blocks, generator, self.augment_blocks)
         for step in range(self.n_steps):
             if self._moves[1].moves_at(step) and not self.augment_block:
                 evidence = self.ml.full_batch(batches)

@@ -30,7 +30,7 @@ class Laplace(MeasuredByBlocks):
     """Gradient steps on the evidence of blocks of data; all of it is done by the learner.
 
     With all data in the block the curvature is computed once a round, and the prior takes its steps
-    on it; steps of the augmentation need it anew, or, with `--aug-block`, a gradient from a block
+    on it; steps of the augmentation need it anew, or, with `--aug-block`, a gradient from blocks
     of that size.
     """
 
@@ -56,6 +56,7 @@ class Laplace(MeasuredByBlocks):
             every=training.frequency,
             total_rounds=training.epochs,
             augment_block=estimator.aug_block,
+            augment_blocks=estimator.aug_blocks,
             batch_size=training.batch_size,
             ranks=None if problem.shares_blocks else problem.ranks,
         )
@@ -64,7 +65,7 @@ class Laplace(MeasuredByBlocks):
     def uses(cls, config: Config) -> frozenset[str]:
         steps = {"prior_steps", "aug_steps", "steps_per_block", "blocks_per_step", "shard_blocks"}
         rates = HYPER_RATES | AUGMENT_RATES
-        return super().uses(config) | ROUNDS | rates | steps | {"aug_block"}
+        return super().uses(config) | ROUNDS | rates | steps | {"aug_block", "aug_blocks"}
 
     @classmethod
     def check(cls, config: Config) -> None:

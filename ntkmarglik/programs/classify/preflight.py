@@ -11,7 +11,7 @@ import torch
 from asdl_marglik import STRUCTURES, free_memory
 from laplace_marglik import InducingPartition
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.learn.config import Config
+from ntkmarglik.learn.config import Config, Estimator
 from ntkmarglik.learn.distributed import local_size
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.schedule import hyper_epochs
@@ -134,6 +134,7 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
             f"--subset {estimator.subset}, but there are {most} {things}; use --subset {most} "
             "(all)."
         )
+    _check_aug_blocks(estimator, data.n_data)
     modules = [
         sum(p.numel() for p in module.parameters(recurse=False))
         for module in problem.model.modules()
@@ -150,6 +151,21 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
     elif config.run.baseline or method.measures_by == "blocks":
         _check_memory(config, sizes, problem)
     return sizes
+
+
+def _check_aug_blocks(estimator: Estimator, n_data: int) -> None:
+    """Refuse to sum gradients of the augmentation over more blocks than there are."""
+    if estimator.aug_blocks > 1 and not estimator.aug_block:
+        raise NtkMarglikError(
+            f"--aug-blocks {estimator.aug_blocks} sums gradients over blocks, whose size is "
+            "--aug-block: give one above 0, or leave --aug-blocks out for the gradient of all data."
+        )
+    blocks = -(-n_data // (estimator.aug_block or n_data))
+    if estimator.aug_blocks > blocks:
+        raise NtkMarglikError(
+            f"--aug-blocks {estimator.aug_blocks}, but {n_data} training data are {blocks} blocks "
+            f"of --aug-block {estimator.aug_block}; use --aug-blocks {blocks} (all)."
+        )
 
 
 def memory_budget(config: Config) -> float:
@@ -280,7 +296,8 @@ def _steps_per_round(config: Config, problem: Problem) -> int:
     aug_steps = training.aug_steps if problem.augment is not None else 0
     if config.estimator.aug_block:
         # the pass over all data and its blocks' second passes, in units of two passes over all data
-        return 1 + round(aug_steps * config.estimator.aug_block / problem.data.n_data)
+        share = config.estimator.aug_blocks * config.estimator.aug_block / problem.data.n_data
+        return 1 + round(aug_steps * share)
     prior_steps = max(0, training.prior_steps - aug_steps)
     if problem.full_batch:
         return aug_steps + (prior_steps > 0)

@@ -30,9 +30,9 @@ def load(*names: str, scale: Scale = "full") -> Config:
 
 
 @functools.cache
-def load_grid(name: str, scale: Scale = "full") -> GridConfig:
-    """The settings of a bound grid, in configs/NAME.yaml."""
-    return parse_grid(_files([name], scale))
+def load_grid(*names: str, scale: Scale = "full") -> GridConfig:
+    """The settings of a bound grid, in configs/NAME.yaml; later names override."""
+    return parse_grid(_files(names, scale))
 
 
 def _files(names: Sequence[str], scale: Scale) -> list[str]:

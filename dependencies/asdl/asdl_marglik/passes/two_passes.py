@@ -224,8 +224,8 @@ class Passes:
         reuse: keep the first pass: later evaluations only look at prior and likelihood.
         row_data: the datum of each row, where a datum may have several: batches then have inputs
             of distinct data, and a target and a column for each row.
-        next_batch: if given, gradients are estimated from the batch (number, x, y) of the first
-            pass that it returns, instead of from all of them.
+        next_batches: if given, gradients are estimated from the batches (number, x, y) of the
+            first pass that it gives, instead of from all of them.
     """
 
     plan: Plan
@@ -242,7 +242,7 @@ class Passes:
     fast: FastPaths = ALL
     reuse: bool = False
     row_data: Tensor | None = None
-    next_batch: Callable[[], tuple[int, Inputs, Tensor]] | None = None
+    next_batches: Callable[[], Iterable[tuple[int, Inputs, Tensor]]] | None = None
     seen: Seen = field(default_factory=Seen)
     _collected: Collected | None = None
     _counts: list[int] = field(default_factory=list)  # statistics of each part
@@ -363,7 +363,7 @@ class Passes:
         """
         if self._results:
             return self._results_at(log_precision)
-        later = self.summary_depends_on_precision or self.next_batch is not None
+        later = self.summary_depends_on_precision or self.next_batches is not None
         keep |= self.reuse and later
         collected = Collected(self.parts, self.n_data)
         deferred = self.arrangement.defer and not keep
@@ -478,17 +478,26 @@ class Passes:
 
     def gradients(self, bars: Bars) -> Gradients:
         """Gradients in the network leaves and in the augmentation's parameters."""
-        return self.second(bars) if self.next_batch is None else self._estimated(bars)
+        return self.second(bars) if self.next_batches is None else self._estimated(bars)
 
     def _estimated(self, bars: Bars) -> Gradients:
-        """Those of one batch, times N/S: statistics are sums over data, so this is unbiased."""
-        assert self.next_batch is not None
-        number, x, y = self.next_batch()
+        """Those of some batches, times N/S: statistics are sums over data, so this is unbiased.
+
+        Of all batches, each once, they are those of all data.
+        """
+        assert self.next_batches is not None
+        network = [torch.zeros_like(leaf) for leaf in self.network_leaves]
+        augment = [torch.zeros_like(leaf) for leaf in self.augment_leaves]
         lengths = self.batch_lengths
-        start = sum(lengths[:number])
-        span = slice(start, start + lengths[number])
-        network, augment = self._only(number, x, y).second(bars.of(self.parts, span))
-        scale = sum(lengths) / lengths[number]
+        count = 0
+        for number, x, y in self.next_batches():
+            start = sum(lengths[:number])
+            span = slice(start, start + lengths[number])
+            in_network, in_augment = self._only(number, x, y).second(bars.of(self.parts, span))
+            _add(network, in_network)
+            _add(augment, in_augment)
+            count += lengths[number]
+        scale = sum(lengths) / count
         return [scale * gradient for gradient in network], [scale * g for g in augment]
 
     def _only(self, number: int, x: Inputs, y: Tensor) -> Passes:
@@ -499,7 +508,7 @@ class Passes:
             batches=lambda: [(x, y, columns)],
             n_data=len(y),
             seed=self.seed + number,
-            next_batch=None,
+            next_batches=None,
             seen=Seen(targets=[y], columns=[columns], inputs=[self.seen.inputs[number]]),
         )
 

@@ -102,7 +102,7 @@ class ShardedPasses(Passes):
             batches=lambda: [(x, y, columns)],
             n_data=len(y),
             seed=self.seed + number,
-            next_batch=None,
+            next_batches=None,
             seen=Seen(),
         )
         if one.n_data:

@@ -11,6 +11,7 @@ from ntkmarglik.programs.paper.figures import (
     pareto,
     sampled,
     scaling,
+    scheme,
     subsets,
     traces,
 )
@@ -19,6 +20,7 @@ FIGURES: dict[str, Callable[[Path, Path], None]] = {
     name: draw
     for module in (
         methods,
+        scheme,
         bound_slack,
         conditioned,
         traces,
@@ -33,6 +35,7 @@ FIGURES: dict[str, Callable[[Path, Path], None]] = {
 # figures of the paper
 NUMBERS = {
     "1": "pareto_lila",
+    "2": "partitions",
     "3": "bounds_parametric",
     "4": "bounds_ntk",
     "5": "bounds_doubly",

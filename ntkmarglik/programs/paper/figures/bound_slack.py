@@ -54,19 +54,37 @@ Maximum = tuple[float, str, str]  # height, name, colour
 Chosen = Callable[[Row], str | None]  # the label of a row's curve; None if it is not in the panel
 
 
+def structures(row: Row) -> str | None:
+    """Curves of the inexact structures of the curvature, all data."""
+    inexact = tuple(name for name, s in STRUCTURES.items() if s.guarantee != "exact")
+    return label_of(row["structure"]) if _plain(row, inexact, whole=True) else None
+
+
+def subsets(row: Row) -> str | None:
+    """Curves of the kernel on subsets of data, all outputs."""
+    return _size(row) if _plain(row, ("ntk",)) else None
+
+
 def parametric(folder: Path, target: Path) -> None:
     """Figure 3: structures of the curvature, all data."""
-    structures = tuple(name for name, s in STRUCTURES.items() if s.guarantee != "exact")
-    _draw(
-        target,
-        folder,
-        lambda row: label_of(row["structure"]) if _plain(row, structures, whole=True) else None,
-    )
+    _draw(target, folder, structures)
 
 
 def ntk(folder: Path, target: Path) -> None:
     """Figure 4: the kernel on subsets of data, all outputs."""
-    _draw(target, folder, lambda row: _size(row) if _plain(row, ("ntk",)) else None)
+    _draw(target, folder, subsets)
+
+
+def panel(axes: Axes, source: Path, chosen: Chosen) -> None:
+    """One panel for another figure, with its curves named.
+
+    Args:
+        axes: where.
+        source: csv file of a bound grid.
+        chosen: gives the label of a row's curve.
+    """
+    _, rows = read(source)
+    _label(axes, _panel(axes, rows, chosen, source))
 
 
 def doubly(folder: Path, target: Path) -> None:
@@ -100,11 +118,11 @@ def roots(folder: Path, target: Path) -> None:
 
 
 def _plain(
-    row: Row, structures: tuple[str, ...], *, partition: str = "random", whole: bool = False
+    row: Row, kinds: tuple[str, ...], *, partition: str = "random", whole: bool = False
 ) -> bool:
     everything = row["subset"] == row["n_data"]
     return (
-        row["structure"] in structures
+        row["structure"] in kinds
         and row["outputs"] == "all"
         and everything == whole
         and row["partition"] == partition

@@ -24,6 +24,7 @@ from ntkmarglik.runs.records import grouped, mean_and_error, values
 
 QUANTITIES = {"log_marglik": "log evidence / datum", "test_log_likelihood": "test log-likelihood"}
 FAINT = 0.3
+OF_ALL_DATA = "black"  # estimators that see all data at once, those before the paper's
 
 
 class Point(NamedTuple):
@@ -33,6 +34,24 @@ class Point(NamedTuple):
     value: float
     error: float
     label: str
+
+    @property
+    def method(self) -> str:
+        return self.label.split("-")[0]
+
+    @property
+    def all_data(self) -> bool:
+        parts = ESTIMATOR.fullmatch(self.label)
+        return parts is not None and parts["subset"] == "N"
+
+    @property
+    def all_outputs(self) -> bool:
+        parts = ESTIMATOR.fullmatch(self.label)
+        return parts is not None and parts["outputs"] == "C"
+
+    @property
+    def colour(self) -> str:
+        return OF_ALL_DATA if self.all_data else colour_of(self.method)
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -46,7 +65,10 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto(runs: str, timing: str, folder: Path, target: Path) -> None:
-    """Evidence and test log-likelihood against runtime; dominated points are faint."""
+    """Evidence and test log-likelihood against runtime.
+
+    Estimators of all data are black; others that are dominated are faint.
+    """
     seconds = {
         label: values(own, "seconds_round")
         for (label,), own in grouped(rows_of(folder, timing), "estimator").items()
@@ -67,27 +89,22 @@ def pareto(runs: str, timing: str, folder: Path, target: Path) -> None:
             _draw(axes, points)
             axes.set_xlabel("seconds of one estimate and its gradient")
             axes.set_ylabel(name)
-        _legend(line[-1], {p.label.split("-")[0] for p in points})
+        _legend(line[-1], points)
 
 
 def _draw(axes: Axes, points: list[Point]) -> None:
     best = front(points)
     axes.set_xscale("log")
     for point in points:
-        parts = ESTIMATOR.fullmatch(point.label)
-        method, single = (
-            (parts["method"], parts["outputs"] != "C") if parts else (point.label, True)
-        )
-        colour, alpha = colour_of(method), 1.0 if point in best else FAINT
         axes.errorbar(
             point.seconds,
             point.value,
             yerr=(point.error or None) if point in best else None,
-            fmt=marker_of(method),
-            color=colour,
-            alpha=alpha,
+            fmt=marker_of(point.method),
+            color=point.colour,
+            alpha=1.0 if point in best or point.all_data else FAINT,
             markersize=5,
-            markerfacecolor=colour if single else "white",
+            markerfacecolor="white" if point.all_outputs else point.colour,
             linewidth=0.8,
             zorder=3 if point in best else 2,
         )
@@ -102,11 +119,13 @@ def _draw(axes: Axes, points: list[Point]) -> None:
     )
     _window(axes, points, best)
     _name(axes, best)
+    _name_beside(axes, [p for p in points if p.all_data and p not in best])
 
 
 def _window(axes: Axes, points: list[Point], best: list[Point]) -> None:
-    """Room for the front; what lies far below it is cut off, and said so."""
-    high, low = max(p.value for p in best), min(p.value for p in best)
+    """Room for the front and all data; what lies far below is cut off, and said so."""
+    high = max(p.value for p in best)
+    low = min(p.value for p in points if p in best or p.all_data)
     spread = max(high - low, 1e-3)
     floor = max(min(p.value for p in points), low - spread)
     axes.set_ylim(floor - 0.08 * spread, high + 0.25 * spread)
@@ -131,12 +150,19 @@ def _name(axes: Axes, best: list[Point]) -> None:
     place, (low, high) = -np.inf, axes.get_ylim()
     for point in best:
         place = max((point.value - low) / (high - low) + 0.015, place + 0.05)
-        colour = colour_of(point.label.split("-")[0])
         at = (point.seconds / 1.08, low + place * (high - low))
-        axes.text(*at, point.label, fontsize=6, ha="right", va="bottom", color=colour)
+        axes.text(*at, point.label, fontsize=6, ha="right", va="bottom", color=point.colour)
 
 
-def _legend(axes: Axes, structures: set[str]) -> None:
+def _name_beside(axes: Axes, points: list[Point]) -> None:
+    """Names below points that are not on the front."""
+    low, high = axes.get_ylim()
+    for point in points:
+        at = (1.1 * point.seconds, point.value - 0.025 * (high - low))
+        axes.text(*at, point.label, fontsize=6, ha="right", va="top", color=point.colour)
+
+
+def _legend(axes: Axes, points: list[Point]) -> None:
     def handle(label: str, marker: str, colour: str, face: str) -> Line2D:
         return Line2D(
             [],
@@ -152,8 +178,10 @@ def _legend(axes: Axes, structures: set[str]) -> None:
     handles = [
         handle(name, marker_of(name), colour_of(name), colour_of(name))
         for name in STRUCTURES
-        if name in structures
+        if name in {point.method for point in points}
     ]
+    if any(point.all_data for point in points):
+        handles.append(handle("all data: black", "o", OF_ALL_DATA, OF_ALL_DATA))
     handles.append(handle("all outputs: open", "o", "0.4", "white"))
     handles.append(handle("dominated: faint", "o", "0.8", "0.8"))
     axes.legend(
