@@ -22,8 +22,9 @@ Change = tuple[Any, Any]  # of a setting
 PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
 REFERENCE = "kfac-n-c"  # times are relative to it
 BLOCKS = {"none": "prior", "affine": "invariance"}
+BLOCKS_OF_ROWS = {"subset", "outputs", "columns", "partition", "root", "root_samples"}
 # settings by which rows and columns differ; the caption states the others
-OF_THE_ROW = {"method", "subset", "outputs", "columns", "partition", "root", "aug_block", "dataset"}
+OF_THE_ROW = {"method", "dataset", "aug_block"} | BLOCKS_OF_ROWS
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,10 @@ class Estimator:
     """Whether the data points of a block share their outputs or each draws its own."""
     partition: Literal["random", "class"] = "random"
     """How data are dealt into blocks: at random, or class by class."""
-    root: Literal["auto", "paper", "fisher", "symmetric", "eigen"] = "auto"
-    """Root of the likelihood's curvature; paper is the published estimator, the others give true bounds; auto = paper, or eigen with --inducing."""
+    root: Literal["auto", "paper", "fisher", "symmetric", "eigen", "empirical", "sampled"] = "auto"
+    """Root of the likelihood's curvature; paper is the published estimator, fisher, symmetric and eigen give true bounds; auto = paper, or eigen with --inducing. Other curvatures: empirical, of the gradients of the data's log-likelihoods, and sampled, of those of labels drawn from the network."""
+    root_samples: PositiveInt = 1
+    """Labels drawn for each datum with --root sampled."""
     blocks_per_step: NonNegativeInt = 0
     """Blocks over which each step is averaged; 0 = one, or one per process of torchrun."""
     shard_blocks: bool = False

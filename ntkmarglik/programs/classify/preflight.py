@@ -10,6 +10,7 @@ import torch
 
 from asdl_marglik import STRUCTURES, free_memory
 from laplace_marglik import InducingPartition
+from laplace_marglik.evidence.gradient_rows import is_gradient
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import local_size
@@ -54,6 +55,7 @@ def check_settings(config: Config) -> None:
     if config.hyperparameters.flip and config.hyperparameters.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
     check_device(config.run.device)
+    _check_root(config)
     _check_method(config)
 
 
@@ -66,6 +68,23 @@ def warn_of_unused(config: Config) -> None:
     if augment == "none":
         ignored |= OF_AUGMENTATION
     warn_unused(config, ignored, f"--method {method.name} and --augment {augment}")
+
+
+def _check_root(config: Config) -> None:
+    """Refuse what the rows of the chosen root cannot be combined with."""
+    estimator = config.estimator
+    if estimator.root_samples > 1 and estimator.root != "sampled":
+        raise NtkMarglikError(
+            f"--root-samples {estimator.root_samples} are labels drawn for --root sampled, but "
+            f"--root is {estimator.root}."
+        )
+    if is_gradient(estimator.root) and (
+        estimator.outputs not in (0, 1) or estimator.columns != "shared"
+    ):
+        raise NtkMarglikError(
+            f"--root {estimator.root} has one row for each log-likelihood and no outputs to "
+            "choose from: leave out --outputs and --columns."
+        )
 
 
 def _check_method(config: Config) -> None:
@@ -143,7 +162,7 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
         structure=method.structure if method.structure in STRUCTURES else Method.structure,
         modules=tuple(size for size in modules if size),
         subset=estimator.subset or data.n_data,
-        outputs=estimator.outputs or data.n_classes,
+        outputs=problem.rows_per_datum,
     )
     if method.memory(problem) is not None:
         method.check_memory(problem, memory_budget(config))
@@ -254,8 +273,9 @@ def _block(sizes: Sizes, problem: Problem) -> str:
             f"{sizes.subset} of {partition.n_rows} rows, {partition.n_inducing} of them inducing; "
             f"the others count {partition.sample_weight:.0f} times"
         )
+    things = "gradients" if is_gradient(problem.config.estimator.root) else "outputs"
     return (
-        f"{sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
+        f"{sizes.subset} data points x {sizes.outputs} {things} = {sizes.rows} rows; "
         f"{len(partition)} blocks in a partition"
     )
 
@@ -296,8 +316,11 @@ def _evidence_seconds(sizes: Sizes, problem: Problem, method: Method) -> float:
     # a row of a conditioned block costs as much as a datum with one column
     of_data = block.index if block.rows is None else block.index[block.rows[:, 0]]
 
+    drawn = is_gradient(ml.root)  # then there are no columns to give
+
     def estimate(points: int) -> float:
-        index, columns = of_data[:points], block.columns[:points]
+        index = of_data[:points]
+        columns = None if drawn else block.columns[:points]
         x, y = data.x_train[index], data.y_train[index]
         return seconds(
             lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()), PATIENCE

@@ -34,8 +34,14 @@ def sizes_of(reference: Reference, bound: Bound) -> Sizes:
         structure=bound.structure,
         modules=tuple(size for size in modules if size),
         subset=bound.subset,
-        outputs=bound.n_columns or reference.data.n_classes,
+        outputs=_rows_per_datum(reference, bound),
     )
+
+
+def _rows_per_datum(reference: Reference, bound: Bound) -> int:
+    if bound.by_gradients:
+        return reference.root_samples if bound.root == "sampled" else 1
+    return bound.n_columns or reference.data.n_classes
 
 
 def shares_kernel(reference: Reference, bounds: list[Bound]) -> bool:
@@ -59,14 +65,15 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
     seconds_of_bounds = []
     for bound in bounds:
         sizes = sizes_of(reference, bound)
-        shared = share and bound.of_kernel and not bound.conditioned
+        shared = share and bound.cut_from_kernel
         count = n_blocks(bound, reference.data, config)
         block = speed.algebra(sizes.structure, sizes.rows, sizes.modules)
         cut = shared and bound != bounds[0]  # out of the kernel of all rows
         if cut:
             block = speed.decompose * sizes.rows**3
         else:
-            kind = (bound.structure, bound.outputs, bound.root == "paper")
+            root = bound.root if bound.by_gradients else bound.root == "paper"
+            kind = (bound.structure, bound.outputs, root)
             if kind not in passes:
                 passes[kind] = _pass_seconds(reference, bound, config)
             per_block, per_datum = passes[kind]
