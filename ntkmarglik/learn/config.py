@@ -38,7 +38,7 @@ class Estimator:
     method: Annotated[str, METHOD.one()] = "ntk"
     """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss; elbo and de-elbo learn a Gaussian posterior, prior variances and augmentation by a variational bound; sampled learns the prior by EM steps from posterior samples."""
     subset: NonNegativeInt = 500
-    """Data points S in a block, 0 = all; rows of a block with --inducing."""
+    """Data points S in a block, 0 = all; rows of a block with --inducing. Where there are fewer, the default is all."""
     inducing: Fraction = 0.0
     """Fraction of a block's rows that the others are conditioned on, which makes the bound far tighter; 0 = the published bound of independent blocks."""
     outputs: NonNegativeInt = 1

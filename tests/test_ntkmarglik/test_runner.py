@@ -3,6 +3,7 @@
 import errno
 import json
 import resource
+import shlex
 import subprocess
 import sys
 import types
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny_runs import ROOT, TINY, results
 
 from ntkmarglik.errors import NtkMarglikError
@@ -245,6 +247,41 @@ def test_what_cannot_work_is_refused_before_training(flags, parts, out, capsys, 
     message = capsys.readouterr().err.splitlines()[-1]  # warnings of unused flags come before
     assert message.startswith("error: ") and all(part in message for part in parts), message
     assert not out.exists()
+
+
+FIRST_TRY = shlex.split(
+    "--n-data 20 --epochs 1 --burnin 1 --frequency 1 --model mlp --width 4 --prior-steps 1 "
+    "--aug-samples 2 --augment affine --solver-passes 2 --ladder 2 --samples 1"
+)
+
+
+@pytest.mark.filterwarnings("ignore:the targets hold no signal")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_small_first_try_works_with_every_method(method, out, capsys, undrawn):
+    augment = [] if method != "sampled" else ["--augment", "none"]
+    assert main([*FIRST_TRY, "--method", method, "--out", str(out), *augment]) == 0
+    config = Config().updated(method=method)
+    most = 180 if config.estimator.inducing else 20  # rows of ten classes less one, or data
+    default = config.estimator.subset
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    if "subset" in METHODS[method].uses(config):
+        assert len(notes) == 1 and f"--subset {default}" in notes[0] and f"{most}" in notes[0]
+    else:
+        assert not notes
+    stored = yaml.safe_load((out / "config.yaml").read_text())
+    assert stored["subset"] == most
+    again = [*FIRST_TRY, "--method", method, "--out", str(out), *augment, "--resume"]
+    assert main(again) == 0
+
+
+def test_a_subset_that_is_asked_for_stays(out, capsys, undrawn, tmp_path):
+    (tmp_path / "own.yaml").write_text("subset: 500\n")
+    for flags in (["--subset", "500"], ["--subset=500"], ["--config", str(tmp_path / "own.yaml")]):
+        assert main([*FIRST_TRY, "--method", "map", "--out", str(out), *flags]) == 2
+        assert "--subset 500, but there are 20 training data" in capsys.readouterr().err
+    unused = ["--method", "elbo", "--no-baseline", "--subset", "400"]
+    assert main([*FIRST_TRY, *unused, "--out", str(out)]) == 0
+    assert "not used with --method elbo" in capsys.readouterr().err
 
 
 def test_the_subset_that_is_suggested_for_the_memory_is_accepted(out, capsys):

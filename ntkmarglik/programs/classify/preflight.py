@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from laplace_marglik import InducingPartition
 from laplace_marglik.evidence.gradient_rows import is_gradient
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
-from ntkmarglik.learn.distributed import local_size
+from ntkmarglik.learn.distributed import local_size, rank
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.schedule import hyper_epochs
 from ntkmarglik.machine.device import check_device, device_of, dtype_of
@@ -136,6 +137,35 @@ def check_network(config: Config, data: Dataset) -> None:
         )
 
 
+def fitted(problem: Problem, given: Collection[str] | None) -> Problem:
+    """The problem with blocks of all data where the default is larger, or where none are used.
+
+    given: settings that were asked for, which stay as they are; None for all.
+    """
+    config = problem.config
+    subset = config.estimator.subset
+    most, things = _largest_subset(problem)
+    used = "subset" in METHODS.named(config.estimator.method).uses(config)
+    asked_for = given is None or "subset" in given
+    if subset <= most or (used and asked_for):
+        return problem
+    if used and rank() == 0:
+        print(
+            f"note: the default --subset {subset} is more than the {most} {things}; all of them "
+            f"are in a block (--subset {most})",
+            file=sys.stderr,
+        )
+    return replace(problem, config=config.updated(subset=most))
+
+
+def _largest_subset(problem: Problem) -> tuple[int, str]:
+    """How many there are of what --subset counts, and what that is."""
+    n = problem.data.n_data
+    if problem.config.estimator.inducing:
+        return n * problem.n_columns, "rows of the training data"
+    return n, "training data"
+
+
 def check_sizes(config: Config, problem: Problem) -> Sizes:
     """Refuse blocks that do not fit the data or the memory, naming the nearest choice that does."""
     estimator, data = config.estimator, problem.data
@@ -145,10 +175,8 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
             f"--outputs {estimator.outputs}, but {data.name} has {data.n_classes} classes; use "
             f"--outputs {data.n_classes}."
         )
-    most, things = data.n_data, "training data"
-    if estimator.inducing:
-        most, things = data.n_data * problem.n_columns, "rows of the training data"
-    if estimator.subset > most and method.measures_by != "samples":
+    most, things = _largest_subset(problem)
+    if estimator.subset > most and "subset" in method.uses(config):
         raise NtkMarglikError(
             f"--subset {estimator.subset}, but there are {most} {things}; use --subset {most} "
             "(all)."
