@@ -133,6 +133,10 @@ class Hyperparameters:
     """Mirror copies left and right at random."""
     sigma: PositiveFloat = 0.05
     """Initial width of the posterior of elbo and de-elbo; a small one lets the prior pull random weights to zero."""
+    temperature: PositiveFloat = 1.0
+    """Temperature tau by which log-likelihoods are divided, in the loss and in the evidence; below 1 every datum counts more than once."""
+    learn_temperature: bool = False
+    """Learn the temperature by the evidence, which only grows with it (see docs/bounds.md): to study that, not to train well."""
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,8 @@ SETTINGS = {
     "gradients of the data": "--root empirical --outputs 1 --augment affine",
     "gradients of drawn labels": "--root sampled --root-samples 2 --outputs 0 --method kfac",
     "gradients, conditioned": "--root sampled --outputs 1 --inducing 0.5",
+    "a fixed temperature": "--temperature 0.5 --method kfac",
+    "a learned temperature": "--temperature 0.5 --learn-temperature",
     "sgd": "--optimizer sgd --model resnet --depth 10 --width 2 --lr 0.1",
     "augmentation, blocks": "--augment affine",
     "augmentation, all data": "--augment affine --subset 0 --outputs 0 --aug-steps 1",
@@ -157,6 +159,10 @@ def test_combinations_run(flags, out, undrawn):
     config = parse([*TINY, "--epochs", "2", "--no-baseline", "--out", str(out), *flags.split()])
     ((epochs, summary),) = run(config).values()
     assert summary["log_marglik"] < 0 and epochs[-1]["log_marglik"] < 0
+    learned = config.hyperparameters.learn_temperature
+    temperature = pytest.approx(config.hyperparameters.temperature)
+    assert (summary["temperature"] == temperature) != learned
+    assert ("temperature" in epochs[-1]) == learned
     if config.hyperparameters.augment == "affine":
         assert summary["augmentation"] != [config.hyperparameters.aug_init] * 6
     start, values = config.hyperparameters.prior_precision, summary["prior_precision"].values()
@@ -174,6 +180,37 @@ def test_the_baseline_learns_nothing_and_is_measured_like_the_run():
         Map(problem, METHODS["kfac"](prepare(config, problem.data)).structure).ml.structure
         == "kfac"
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_temperature_divides_the_log_likelihood_of_every_loss(method):
+    data = load("digits", "data", n_data=16)
+    losses = []
+    for temperature in (1.0, 0.25):
+        config = Config().updated(
+            method=method, model="mlp", width=4, n_data=16, subset=8, temperature=temperature
+        )
+        if method == "augerino":
+            config = config.updated(augment="affine", aug_samples=2)
+        own = METHODS[method](prepare(config, data))
+        losses.append(own.loss(data.x_train, data.y_train).item())
+    f = own.outputs(data.x_train)
+    log_p = f.log_softmax(1).gather(1, data.y_train[:, None]).mean().item()
+    # weights of variational posteriors and copies are drawn
+    assert losses[1] - losses[0] == pytest.approx(-3 * log_p, rel=0.05)
+
+
+def test_a_temperature_is_learned_by_the_evidence_alone(out, capsys, undrawn):
+    assert main([*TINY, "--method", "elbo", "--learn-temperature", "--out", str(out)]) == 2
+    assert "grows without limit" in capsys.readouterr().err
+    flags = ["--method", "map", "--learn-temperature", "--temperature", "2", "--epochs", "1"]
+    assert main([*TINY, *flags, "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "--learn-temperature" in printed.err and "temperature" in printed.out
+    assert json.loads((out / "summary.json").read_text())["temperature"] == pytest.approx(2)
+    config = parse([*TINY, "--learn-temperature"])
+    fixed = prepare(baseline_of(config), load("digits", "data", n_data=64))
+    assert not fixed.likelihood.log_temperature.requires_grad
 
 
 # ------------------------------------------------------------------------------ every model, method

@@ -50,6 +50,7 @@ class Problem:
     augment: nn.Module | None
     generator: torch.Generator  # columns, partitions and augmentations of the evidence
     ranks: Ranks | None = None  # processes of torchrun
+    likelihood: Categorical = field(default_factory=Categorical)  # with its temperature
 
     @property
     def full_batch(self) -> bool:
@@ -74,7 +75,7 @@ class Problem:
         budget = self.config.run.memory_budget * 1e9
         return MarginalLikelihood(
             self.model,
-            "classification",
+            self.likelihood,
             n_data=self.data.n_data,
             prior=self.prior,
             structure=structure,
@@ -122,7 +123,7 @@ class Problem:
         estimator = self.config.estimator
         root: Root | GradientRoot = "eigen" if estimator.root == "auto" else estimator.root
         shape = torch.Size([self.data.n_classes])
-        return n_root_columns(Categorical(), shape, root, estimator.root_samples)
+        return n_root_columns(self.likelihood, shape, root, estimator.root_samples)
 
     def partition(self) -> Partition | InducingPartition:
         """Blocks of the configured kind; all data when the subset is 0."""

@@ -64,7 +64,7 @@ class Laplace(MeasuredByBlocks):
     def uses(cls, config: Config) -> frozenset[str]:
         steps = {"prior_steps", "aug_steps", "steps_per_block", "blocks_per_step", "shard_blocks"}
         rates = HYPER_RATES | AUGMENT_RATES
-        return super().uses(config) | ROUNDS | rates | steps | {"aug_block"}
+        return super().uses(config) | ROUNDS | rates | steps | {"aug_block", "learn_temperature"}
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -61,7 +61,7 @@ def check_settings(config: Config) -> None:
 
 
 def warn_of_unused(config: Config) -> None:
-    """Say which of the flags that are given change nothing with this method or augmentation."""
+    """Say which flags change nothing with this method or augmentation, or nothing for the good."""
     method = METHODS.named(config.estimator.method)
     names = set().union(*(METHODS[name].uses(config) for name in METHODS))
     ignored = names - method.uses(config)
@@ -69,6 +69,12 @@ def warn_of_unused(config: Config) -> None:
     if augment == "none":
         ignored |= OF_AUGMENTATION
     warn_unused(config, ignored, f"--method {method.name} and --augment {augment}")
+    if config.hyperparameters.learn_temperature and "learn_temperature" not in ignored:
+        print(
+            "warning: --learn-temperature: the evidence only grows with the temperature, so that "
+            "training ends in the prior; see docs/bounds.md",
+            file=sys.stderr,
+        )
 
 
 def _check_root(config: Config) -> None:

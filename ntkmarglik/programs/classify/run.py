@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from laplace_marglik import GaussianPrior, Ranks
+from laplace_marglik import Categorical, GaussianPrior, Ranks
 from ntkmarglik.learn.distributed import by_first, meeting, rank, refuse_different, restarts
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.methods.map import Map
@@ -122,6 +122,7 @@ def baseline_of(config: Config) -> Config:
     """The same settings with a fixed prior, and without the augmentation that is learned."""
     # the evidence is measured with the same blocks
     fixed = replace(config, estimator=replace(config.estimator, method=Map.name))
+    fixed = fixed.updated(learn_temperature=False)
     if config.hyperparameters.flip:  # the mirror images stay
         return fixed.updated(aug_init=0.0)
     return fixed.updated(augment="none")
@@ -148,7 +149,10 @@ def prepare(config: Config, data: Dataset, ranks: Ranks | None = None) -> Proble
         augment = AffineAugmentation(hyper.aug_samples, flip=hyper.flip, init=hyper.aug_init)
         augment.to(device, dtype)
     generator = torch.Generator().manual_seed(EVIDENCE_SEED + config.run.seed)
-    return Problem(config, data, model, prior, augment, generator, ranks)
+    learnable = METHODS.named(config.estimator.method).uses(config)
+    learn = hyper.learn_temperature and "learn_temperature" in learnable
+    likelihood = Categorical(hyper.temperature, learn_temperature=learn).to(device)
+    return Problem(config, data, model, prior, augment, generator, ranks, likelihood)
 
 
 def train(
