@@ -59,6 +59,8 @@ class Estimator:
     """With all data in the block (kfac, diag): data points for each gradient of the augmentation; 0 = all."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
+    weight_blocks: Literal["tensor", "module", "parent"] = "module"
+    """Blocks of blockdiag: single parameter tensors, the parameters of a module, or those of all modules with the same parent (residual blocks)."""
     posterior: Literal["scalar", "group", "diagonal"] = "scalar"
     """Posterior of elbo and de-elbo: one width for all weights, one per group of the prior, or one per weight."""
     kappa: NonNegativeFloat = 0.0

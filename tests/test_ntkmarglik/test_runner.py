@@ -139,6 +139,7 @@ SETTINGS = {
     "kfac reduce, all data": "--method kfac --kfac reduce --subset 0",
     "a precision per weight": "--prior diagonal",
     "one precision": "--prior scalar --method blockdiag",
+    "layers with the same parent": "--method blockdiag --weight-blocks parent",
     "float64": "--precision float64 --method full",
     "true root, own outputs, by class": "--root eigen --columns iid --partition class",
     "gradients of the data": "--root empirical --outputs 1 --augment affine",

@@ -84,6 +84,7 @@ class Problem:
             root=None if estimator.root == "auto" else estimator.root,
             samples=estimator.root_samples,
             kfac=estimator.kfac,
+            blocks=estimator.weight_blocks,
             augment=self.augment,
             generator=self.generator,
             memory_budget=budget or None,

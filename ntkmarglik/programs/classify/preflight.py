@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from asdl_marglik import STRUCTURES, free_memory
+from asdl_marglik import STRUCTURES, blocks_of, free_memory
 from laplace_marglik import InducingPartition
 from laplace_marglik.evidence.gradient_rows import is_gradient
 from ntkmarglik.errors import NtkMarglikError
@@ -35,7 +35,7 @@ class Sizes:
     """The numbers that decide what an estimate costs."""
 
     structure: str
-    modules: tuple[int, ...]  # parameters of each module
+    modules: tuple[int, ...]  # parameters of each module, or block of weights
     subset: int
     outputs: int
 
@@ -187,14 +187,12 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
             f"--subset {estimator.subset}, but there are {most} {things}; use --subset {most} "
             "(all)."
         )
-    modules = [
-        sum(p.numel() for p in module.parameters(recurse=False))
-        for module in problem.model.modules()
-    ]
+    weights = dict(problem.model.named_parameters())
+    blocks = blocks_of(weights, estimator.weight_blocks).values()
     sizes = Sizes(
         # a baseline is measured by blocks also where the method itself is not
         structure=method.structure if method.structure in STRUCTURES else Method.structure,
-        modules=tuple(size for size in modules if size),
+        modules=tuple(sum(weights[name].numel() for name in block) for block in blocks),
         subset=estimator.subset or data.n_data,
         outputs=problem.rows_per_datum,
     )

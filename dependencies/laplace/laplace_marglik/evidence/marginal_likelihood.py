@@ -26,6 +26,7 @@ from asdl_marglik import (
     Batch,
     Budget,
     Conditioning,
+    Granularity,
     Network,
     Passes,
     Plan,
@@ -36,6 +37,7 @@ from asdl_marglik import (
     ShardedPasses,
     Term,
     augmented,
+    blocks_of,
     check_weights,
     chosen_output,
     copied,
@@ -113,7 +115,9 @@ class MarginalLikelihood:
             there are any, else the first tensor.
         labels: name of the targets where batches are mappings; None for "labels" or "label".
         kfac: weight-sharing setting of KFAC, "expand" | "reduce".
-        blocks: of the block-diagonal structure, by "module" or by "tensor".
+        blocks: of the block-diagonal structure: by "module" or by "tensor", all modules with the
+            same "parent" together (the layers of a residual block), or lists of name patterns, one
+            for each block, as [["0.*", "2.bias"], ["2.weight"]].
         memory_budget: bytes an estimate may take besides model and data; what is left of it saves
             recomputation. Default: half of the free memory, used sparingly.
         row_dtype: torch.float16 keeps rows of a kernel in half precision, each with its own scale.
@@ -139,7 +143,7 @@ class MarginalLikelihood:
         output: str | int | None = None,
         labels: str | None = None,
         kfac: Literal["expand", "reduce"] = "expand",
-        blocks: Literal["module", "tensor"] = "module",
+        blocks: Granularity = "module",
         memory_budget: float | None = None,
         row_dtype: torch.dtype | None = None,
         chunk: int | None = None,
@@ -173,7 +177,7 @@ class MarginalLikelihood:
         self.in_double = False
         self._check_arguments()
         self._check_gradient_root()
-        self._checked_weights()
+        blocks_of(self._checked_weights(), self.blocks)
         # of the targets that belong to rows of conditioned blocks, where inducing rows come again
         self._draws_seed = self._seed() if root == "sampled" else 0
 
@@ -184,7 +188,6 @@ class MarginalLikelihood:
             ("columns", ("shared", "iid")),
             ("root", (*get_args(Root), *GRADIENT_ROOTS, None)),
             ("kfac", ("expand", "reduce")),
-            ("blocks", ("module", "tensor")),
         ):
             value = getattr(self, name)
             if value not in choices:
@@ -407,9 +410,10 @@ class MarginalLikelihood:
             inducing: of structure "ntk", how many root rows of the data are kept; None for all.
             generator: source of samples.
         """
+        random = random_weights(self._checked_weights(), weights)
         setting = Setting(
             self.network,
-            random_weights(self._checked_weights(), weights),
+            random,
             self.likelihood,
             self.prior.groups,
             structure or self.structure,
@@ -417,7 +421,7 @@ class MarginalLikelihood:
             augment=self.augment,
             inducing=inducing,
             kfac=self.kfac,
-            blocks=self.blocks,
+            blocks=self._blocks_among(random),
             budget=self._budget,
             seed=self._seed(),
             labels=self.labels,
@@ -428,6 +432,14 @@ class MarginalLikelihood:
             raise MarglikError("a posterior is fitted by one process; leave out ranks=")
         posterior = LaplacePosterior(setting, self.prior, generator)
         return posterior if loader is None else posterior.fit(loader)
+
+    def _blocks_among(self, weights: Mapping[str, Tensor]) -> Granularity:
+        """The blocks of some of the weights; patterns are resolved among all of them."""
+        if isinstance(self.blocks, str):
+            return self.blocks
+        blocks = blocks_of(self.weights, self.blocks).values()
+        among = [[name for name in block if name in weights] for block in blocks]
+        return [block for block in among if block]
 
     def memory(self, x: Any, n: int | None = None) -> int:
         """Bytes that an estimate and its gradient take besides model and data.

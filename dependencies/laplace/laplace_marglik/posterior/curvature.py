@@ -21,6 +21,7 @@ from asdl_marglik import (
     STRUCTURES,
     Batch,
     Budget,
+    Granularity,
     Groups,
     Network,
     Passes,
@@ -103,7 +104,7 @@ class Setting:
     augment: nn.Module | None = None
     inducing: int | None = None
     kfac: Literal["expand", "reduce"] = "expand"
-    blocks: Literal["module", "tensor"] = "module"
+    blocks: Granularity = "module"
     budget: Budget = field(default_factory=lambda: Budget(None, None, torch.device("cpu")))
     seed: int = 0
     labels: str | None = None
