@@ -3,6 +3,7 @@ refused.
 """
 
 import copy
+import itertools
 import math
 import os
 import shlex
@@ -230,6 +231,20 @@ def test_a_killed_grid_goes_on_to_the_same_file(hyperparameter, tmp_path):
     assert (
         run(parse([*arguments, "--out", str(tmp_path / "killed")])).read_text() == whole.read_text()
     )
+
+
+def test_merged_blocks_of_weights_are_tighter(tmp_path):
+    flags = [*FEW, "--structures", "blockdiag", "--outputs", "all"]
+    values = []
+    for number, blocks in enumerate(("tensor", "module", "parent")):
+        out = ["--weight-blocks", blocks, "--out", str(tmp_path / blocks)]
+        if number:
+            out += ["--checkpoint", str(tmp_path / "tensor/reference")]
+        _, rows = read(run(parse([*flags, *out])))
+        values.append([float(row["log_marglik"]) for row in rows if row["subset"] == "40"])
+    for looser, tighter in itertools.pairwise(values):
+        assert all(a <= b + 1e-9 for a, b in zip(looser, tighter, strict=True))
+    assert values[2][2:] == pytest.approx(values[2][:2])  # one block: all layers of the mlp
 
 
 def test_other_curvatures_are_kinds_of_roots(tmp_path):

@@ -71,8 +71,8 @@ def warn_of_unused(config: Config) -> None:
     warn_unused(config, ignored, f"--method {method.name} and --augment {augment}")
     if config.hyperparameters.learn_temperature and "learn_temperature" not in ignored:
         print(
-            "warning: --learn-temperature: the evidence only grows with the temperature, so that "
-            "training ends in the prior; see docs/bounds.md",
+            "warning: --learn-temperature: the evidence only grows with the temperature, at which "
+            "data count less and less; see docs/bounds.md",
             file=sys.stderr,
         )
 

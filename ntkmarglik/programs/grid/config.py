@@ -81,6 +81,8 @@ class Grid:
     """Labels drawn for each datum with the root sampled."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
+    weight_blocks: Literal["tensor", "module", "parent"] = "module"
+    """Blocks of blockdiag: single parameter tensors, the parameters of a module, or those of all modules with the same parent (residual blocks)."""
     blocks: NonNegativeInt = 0
     """Blocks evaluated of each partition, drawn at random; 0 = all of them, then the mean is the bound itself."""
     exact: bool = True

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from asdl_marglik import blocks_of
 from ntkmarglik.machine.speed import Speed, seconds
 from ntkmarglik.programs.classify.preflight import Sizes
 from ntkmarglik.programs.grid.bound import Bound, exact_bound
@@ -27,12 +28,11 @@ MIXING = 60  # copies of a kernel take as long as the product with the roots on 
 
 def sizes_of(reference: Reference, bound: Bound) -> Sizes:
     """The numbers that decide what a block of the bound costs."""
-    modules = [
-        sum(p.numel() for p in m.parameters(recurse=False)) for m in reference.model.modules()
-    ]
+    weights = dict(reference.model.named_parameters())
+    blocks = blocks_of(weights, reference.weight_blocks).values()
     return Sizes(
         structure=bound.structure,
-        modules=tuple(size for size in modules if size),
+        modules=tuple(sum(weights[name].numel() for name in block) for block in blocks),
         subset=bound.subset,
         outputs=_rows_per_datum(reference, bound),
     )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from asdl_marglik.curvature.blocks import Named
 from laplace_marglik import (
     Block,
     Evidence,
@@ -55,6 +56,7 @@ class Reference:
     prior: GaussianPrior
     augment: PairedCopies | None
     root_samples: int = 1
+    weight_blocks: Named = "module"
 
     def marginal_likelihood(
         self, bound: Bound, kfac: Literal["expand", "reduce"]
@@ -71,6 +73,7 @@ class Reference:
             samples=self.root_samples if bound.root == "sampled" else 1,
             augment=self.augment,
             kfac=kfac,
+            blocks=self.weight_blocks,
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -100,7 +103,8 @@ def reference_of(problem: Problem, config: GridConfig) -> Reference:
         prior = copy.deepcopy(problem.prior).to(dtype)
     else:
         prior = GaussianPrior(model, "scalar")
-    return Reference(data, model, prior, augment, config.grid.root_samples)
+    grid = config.grid
+    return Reference(data, model, prior, augment, grid.root_samples, grid.weight_blocks)
 
 
 class Evaluator:
