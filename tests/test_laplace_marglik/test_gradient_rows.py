@@ -9,9 +9,9 @@ import pytest
 import reference
 import torch
 from cases import Shift
+from kinds_of_targets import CASES as CATEGORICAL_CASES
 from marginal_likelihoods import LIKELIHOODS, STRUCTURES, by_name, close, expected, marglik, setup
 from small_networks import mlp, randn
-from test_categorical import CASES as CATEGORICAL_CASES
 from torch import nn
 
 from laplace_marglik import (
