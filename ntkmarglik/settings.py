@@ -206,6 +206,21 @@ def parse_as(kind: type[S], arguments: Sequence[str] | None = None, defaults: S 
     )
 
 
+def names_given(kind: type[Settings], arguments: Sequence[str] | None = None) -> set[str]:
+    """The settings that a command line names, itself or by a file, whatever their values are.
+
+    Args:
+        kind: of settings.
+        arguments: of the command line.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+    known = kind().flat()
+    flags = [argument.partition("=")[0] for argument in _with_files(list(arguments), known)]
+    names = {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
+    return names & known.keys()
+
+
 def refusing(parse: Callable[[Sequence[str]], S], arguments: Sequence[str]) -> S:
     """What a parser makes of arguments; what it would print before it exits is raised."""
     said = io.StringIO()

@@ -28,11 +28,9 @@ PUBLISHED = ROOT / "illustrations" / "data" / "published.csv"
 DIGITS = {"log_marglik": 2, "test_log_likelihood": 2, "test_accuracy": 1}
 REFERENCE = "kfac-n-c"  # times are relative to it
 BLOCKS = {"none": "prior", "affine": "invariance"}
+BLOCKS_OF_ROWS = {"subset", "outputs", "columns", "partition", "root", "root_samples"}
 # settings by which rows and columns differ; the caption states the others
-OF_THE_ROW = {
-    *("method", "subset", "outputs", "columns", "partition", "root", "dataset"),
-    *("aug_block", "aug_blocks"),
-}
+OF_THE_ROW = {"method", "dataset", "aug_block", "aug_blocks"} | BLOCKS_OF_ROWS
 
 
 @dataclass(frozen=True)

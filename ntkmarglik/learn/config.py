@@ -38,7 +38,7 @@ class Estimator:
     method: Annotated[str, METHOD.one()] = "ntk"
     """Curvature structure of the evidence; map learns nothing, augerino the augmentation by the training loss; elbo and de-elbo learn a Gaussian posterior, prior variances and augmentation by a variational bound; sampled learns the prior by EM steps from posterior samples."""
     subset: NonNegativeInt = 500
-    """Data points S in a block, 0 = all; rows of a block with --inducing."""
+    """Data points S in a block, 0 = all; rows of a block with --inducing. Where there are fewer, the default is all."""
     inducing: Fraction = 0.0
     """Fraction of a block's rows that the others are conditioned on, which makes the bound far tighter; 0 = the published bound of independent blocks."""
     outputs: NonNegativeInt = 1
@@ -47,8 +47,10 @@ class Estimator:
     """Whether the data points of a block share their outputs or each draws its own."""
     partition: Literal["random", "class"] = "random"
     """How data are dealt into blocks: at random, or class by class."""
-    root: Literal["auto", "paper", "fisher", "symmetric", "eigen"] = "auto"
-    """Root of the likelihood's curvature; paper is the published estimator, the others give true bounds; auto = paper, or eigen with --inducing."""
+    root: Literal["auto", "paper", "fisher", "symmetric", "eigen", "empirical", "sampled"] = "auto"
+    """Root of the likelihood's curvature; paper is the published estimator, fisher, symmetric and eigen give true bounds; auto = paper, or eigen with --inducing. Other curvatures: empirical, of the gradients of the data's log-likelihoods, and sampled, of those of labels drawn from the network."""
+    root_samples: PositiveInt = 1
+    """Labels drawn for each datum with --root sampled."""
     blocks_per_step: NonNegativeInt = 0
     """Blocks over which each step is averaged; 0 = one, or one per process of torchrun."""
     shard_blocks: bool = False
@@ -59,6 +61,8 @@ class Estimator:
     """Blocks of --aug-block over which each gradient of the augmentation is summed."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
+    weight_blocks: Literal["tensor", "module", "parent"] = "module"
+    """Blocks of blockdiag: single parameter tensors, the parameters of a module, or those of all modules with the same parent (residual blocks)."""
     posterior: Literal["scalar", "group", "diagonal"] = "scalar"
     """Posterior of elbo and de-elbo: one width for all weights, one per group of the prior, or one per weight."""
     kappa: NonNegativeFloat = 0.0
@@ -133,6 +137,10 @@ class Hyperparameters:
     """Mirror copies left and right at random."""
     sigma: PositiveFloat = 0.05
     """Initial width of the posterior of elbo and de-elbo; a small one lets the prior pull random weights to zero."""
+    temperature: PositiveFloat = 1.0
+    """Temperature tau by which log-likelihoods are divided, in the loss and in the evidence; below 1 every datum counts more than once."""
+    learn_temperature: bool = False
+    """Learn the temperature by the evidence, which only grows with it (see docs/bounds.md): to study that, not to train well."""
 
 
 @dataclass(frozen=True)

@@ -302,6 +302,7 @@ class Trainer:
             "model": problem.model.state_dict(),
             "prior": problem.prior.state_dict(),
             "augment": None if problem.augment is None else problem.augment.state_dict(),
+            "likelihood": problem.likelihood.state_dict(),
             "weight_optimizer": self.weights.state_dict(),
             "prior_optimizer": self.prior.state_dict(),
             "augment_optimizer": None if self.augment is None else self.augment.state_dict(),
@@ -319,6 +320,7 @@ class Trainer:
         problem.model.load_state_dict(state["model"])
         check_weights(problem.model)
         problem.prior.load_state_dict(state["prior"])
+        problem.likelihood.load_state_dict(state["likelihood"])
         self.weights.load_state_dict(state["weight_optimizer"])
         self.prior.load_state_dict(state["prior_optimizer"])
         if problem.augment is not None:
@@ -334,7 +336,10 @@ def _described(evidence: Evidence, problem: Problem) -> Metrics:
     n = problem.data.n_data
     error = evidence.standard_error
     precisions = problem.prior.precisions()
+    log_temperature = problem.likelihood.log_temperature
+    learned = {"temperature": log_temperature.exp().item()} if log_temperature.requires_grad else {}
     return {
+        **learned,
         "log_marglik": evidence.total.item() / n,
         "log_marglik_error": None if error is None else error / n,
         "log_marglik_status": evidence.status,

@@ -87,6 +87,8 @@ def table(runs: Runs) -> Table:
         result.add_row(
             "emphasis kappa", *(f"{s['kappa']:.4g}" if "kappa" in s else "-" for s in summaries)
         )
+    if any(s.get("temperature", 1.0) != 1 for s in summaries):
+        result.add_row("temperature", *(f"{s.get('temperature', 1.0):.4g}" for s in summaries))
     result.add_row("seconds", *(f"{s['seconds_total']:.1f}" for s in summaries))
     return result
 

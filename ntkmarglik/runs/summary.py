@@ -61,7 +61,7 @@ def _identity(trainer: Trainer) -> Metrics:
 
 
 def _hyperparameters(trainer: Trainer) -> Metrics:
-    """What was learned: the prior, its start unless it is in closed form, and the augmentation."""
+    """What was learned: prior, its start unless it is in closed form, temperature, augmentation."""
     precisions = trainer.problem.prior.precisions()
     start: float | None = trainer.config.hyperparameters.prior_precision
     if trainer.method.measures_by == "draws":  # by a variational posterior, with its closed form
@@ -70,6 +70,7 @@ def _hyperparameters(trainer: Trainer) -> Metrics:
     return {
         "prior_precision": {name: p.mean().item() for name, p in precisions.items()},
         "initial_prior_precision": start,
+        "temperature": trainer.problem.likelihood.log_temperature.exp().item(),
         "augmentation": None if eta is None else eta.detach().tolist(),
     }
 

@@ -77,6 +77,7 @@ def check_estimates(ranks, names=("wide", "mininet")):
                 {"outputs": 2, "root": "fisher", "columns": "iid", "streamed": True},
                 {"outputs": None, "prior": "diagonal", "augment": 2, "streamed": True},
                 {"outputs": None, "augment": 1, "chunk": 2},
+                {"root": "sampled", "samples": 2, "augment": 1, "streamed": True},
                 {"outputs": 1, "augment": 2, "kfac": "reduce", "row_dtype": torch.float16},
             ):
                 expected, found = (estimates(r, name, structure, **options) for r in (None, ranks))

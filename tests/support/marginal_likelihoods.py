@@ -65,7 +65,7 @@ def setup(case, structure, *, prior="layerwise", augment=None, **options):
     return ml, x, y
 
 
-def expected(ml, case, x, y, columns, *, sharing="expand", blocks="module"):
+def expected(ml, case, x, y, columns, *, sharing="expand", blocks="module", root=None):
     """The same evidence from the naive reference."""
     names = list(ml.weights)
     deltas = [
@@ -88,7 +88,7 @@ def expected(ml, case, x, y, columns, *, sharing="expand", blocks="module"):
         structure=ml.structure,
         n_data=N_DATA,
         columns=columns,
-        root=ml.root or "paper",
+        root=root or ml.root or "paper",
         mean=means,
         names=names,
         blocks=block_maker(ml.model, names),

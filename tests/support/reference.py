@@ -166,8 +166,11 @@ def cotangents(likelihood, f, columns=None, kind="paper"):
 
     True roots: W = U[:, :, columns]. "paper": a root of the sub-block Lambda[columns, columns],
     zero elsewhere (the same thing when Lambda is diagonal).
-    columns: [K] shared, [n, K] per data point, None all.
+    columns: [K] shared, [n, K] per data point, None all. "gradients": columns are R sets of
+    targets, and W has the gradients of their log p, each datum counted 1 / (R tau) times.
     """
+    if kind == "gradients":
+        return slopes(likelihood, f, columns)
     n, c = len(f), f[0].numel()
     columns = torch.as_tensor(range(c) if columns is None else columns).expand(n, -1)
     if kind != "paper" or likelihood.kind != "categorical":
@@ -176,6 +179,13 @@ def cotangents(likelihood, f, columns=None, kind="paper"):
     lam = hessian(likelihood, f)
     subs = torch.stack([lam[i][columns[i]][:, columns[i]] for i in range(n)])
     return F.one_hot(columns, c).to(subs).mT @ psd_root(subs)
+
+
+def slopes(likelihood, f, targets):
+    """d log p(y_r | f) / df [n, C, R] over sqrt(R tau), for R fixed sets of targets y_r."""
+    of_one = likelihood._replace(tau=1.0)
+    found = [gradients(log_prob(of_one, f, y), [f])[0].flatten(1) for y in targets]
+    return torch.stack(found, 2) / (len(targets) * likelihood.tau) ** 0.5
 
 
 def rows(J, W):
@@ -325,7 +335,8 @@ def evidence(
     """log q = (N/S) sum log p / tau - 1/2 sum delta (w - mean)^2 - 1/2 M log-det, M = (N/S)(C/K).
 
     delta [P] in the order of `names` (default: all weights); blockdiag defaults to `module_blocks`;
-    structure: ntk | full | blockdiag | kfac | diag; root: paper | fisher | symmetric | eigen.
+    structure: ntk | full | blockdiag | kfac | diag; root: paper | fisher | symmetric | eigen, or
+    gradients, with the targets as columns (see `cotangents`).
     """
     names = weight_names(model) if names is None else names
     f = outputs(model, x, augmented)
@@ -339,7 +350,8 @@ def evidence(
     scale = 1.0 if n_data is None else n_data / len(f)
     fit = scale * log_prob(likelihood, f, y)
     scatter = (delta * (weights(model, names) - mean) ** 2).sum()
-    log_det = scale * f[0].numel() / W.shape[2] * log_det
+    of_columns = 1 if root == "gradients" else f[0].numel() / W.shape[2]
+    log_det = scale * of_columns * log_det
     return Evidence(fit - 0.5 * scatter - 0.5 * log_det, fit, scatter, log_det)
 
 

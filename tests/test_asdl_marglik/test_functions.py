@@ -225,7 +225,10 @@ def test_float32():
         (lambda m, x, y: ggn(m, x, y[:2], Categorical()), "expected a tensor of 5 targets"),
         (lambda m, x, y: ggn(m, x, y, "classification"), "likelihood must be a function"),
         (lambda m, x, y: ggn(m, x, y, lambda f, y: f.sum()), "one value per datum"),
-        (lambda m, x, y: ggn_blocks(m, x, y, Categorical(), blocks="layer"), "'module' or"),
+        (
+            lambda m, x, y: ggn_blocks(m, x, y, Categorical(), blocks="layer"),
+            "blocks must be one of tensor, module",
+        ),
         (lambda m, x, y: kfac_factors(m, x, y, Categorical(), setting="sum"), "'expand' or"),
         (lambda m, x, y: ntk(m.requires_grad_(False), x), "no weights that require grad"),
     ],

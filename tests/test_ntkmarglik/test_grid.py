@@ -3,6 +3,7 @@ refused.
 """
 
 import copy
+import itertools
 import math
 import os
 import shlex
@@ -47,6 +48,8 @@ OTHERS = [
     Bound("kfac", 40, "all"),
     Bound("diag", 20, "single", root="eigen"),
     Bound("diag", 20, "all", partition="class"),
+    Bound("ntk", 20, "single", root="empirical"),
+    Bound("kfac", 40, "single", partition="class", root="empirical"),
 ]
 
 
@@ -96,7 +99,7 @@ def test_a_value_is_the_mean_of_the_marginal_likelihoods_of_all_blocks(hyperpara
                     augment.eta[ROTATION] = value
                     prior.load_state_dict(ours.prior.state_dict())
             blocks, found = bound.blocks(data, config.place.seed), []
-            assert len(blocks) == (40 // bound.subset) * (1 if bound.outputs == "all" else 10)
+            assert len(blocks) == (40 // bound.subset) * (10 if bound.n_columns == 1 else 1)
             for block in blocks:
                 if augment is not None:
                     augment.index = block.index
@@ -228,6 +231,38 @@ def test_a_killed_grid_goes_on_to_the_same_file(hyperparameter, tmp_path):
     assert (
         run(parse([*arguments, "--out", str(tmp_path / "killed")])).read_text() == whole.read_text()
     )
+
+
+def test_merged_blocks_of_weights_are_tighter(tmp_path):
+    flags = [*FEW, "--structures", "blockdiag", "--outputs", "all"]
+    values = []
+    for number, blocks in enumerate(("tensor", "module", "parent")):
+        out = ["--weight-blocks", blocks, "--out", str(tmp_path / blocks)]
+        if number:
+            out += ["--checkpoint", str(tmp_path / "tensor/reference")]
+        _, rows = read(run(parse([*flags, *out])))
+        values.append([float(row["log_marglik"]) for row in rows if row["subset"] == "40"])
+    for looser, tighter in itertools.pairwise(values):
+        assert all(a <= b + 1e-9 for a, b in zip(looser, tighter, strict=True))
+    assert values[2][2:] == pytest.approx(values[2][:2])  # one block: all layers of the mlp
+
+
+def test_other_curvatures_are_kinds_of_roots(tmp_path):
+    """They are evaluated once whatever the outputs, with all draws of a datum in one block."""
+    flags = [
+        *TINY,
+        *("--structures", "ntk", "kfac", "--subsets", "10", "0", "--partitions", "random"),
+        *("inducing", "--roots", "empirical", "sampled", "--root-samples", "3"),
+        *("--points", "2", "--out", str(tmp_path / "grid")),
+    ]
+    _, rows = read(run(parse(flags)))
+    gradients = [row for row in rows if row["root"] in ("empirical", "sampled")]
+    assert {row["status"] for row in gradients} == {"approximation"}
+    assert len(gradients) == 2 * 2 * 6  # values, roots; plain ntk and kfac, conditioned ntk, sizes
+    whole = [row for row in gradients if row["subset"] == "40" and row["partition"] == "random"]
+    assert {(row["n_blocks"], row["blocks_used"]) for row in whole} == {("1", "1")}
+    again = run(parse([*flags[:-1], str(tmp_path / "again")]))
+    assert read(again)[1] == rows
 
 
 def test_conditioned_blocks_are_a_kind_of_partition(tmp_path):

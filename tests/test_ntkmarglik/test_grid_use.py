@@ -11,6 +11,7 @@ from grids import FEW, ROOT, TINY, tiny
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.machine.speed import Speed
+from ntkmarglik.programs.classify import run as classify
 from ntkmarglik.programs.grid.bound import bounds_of, exact_bound
 from ntkmarglik.programs.grid.config import Grid, GridConfig, parse
 from ntkmarglik.programs.grid.run import main, run
@@ -44,6 +45,14 @@ def test_the_network_of_a_checkpoint_gives_the_same_rows(tmp_path, capsys):
     assert "--n-data 40" in capsys.readouterr().err
     assert main([*FEW, "--checkpoint", str(tmp_path)]) == 2
     assert "folder of a finished run" in capsys.readouterr().err
+
+
+def test_bounds_are_those_of_temperature_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    warm = parse(FEW).run_config().updated(out=tmp_path / "warm", temperature=2.0)
+    classify.run(warm)
+    assert main([*FEW, "--checkpoint", str(tmp_path / "warm")]) == 2
+    assert "another --temperature than 1" in capsys.readouterr().err
 
 
 def test_some_blocks_only(tmp_path):

@@ -22,9 +22,10 @@ from ntkmarglik.runs.metrics import read_metrics
 
 EAGER = [*TINY, "--checkpoint-seconds", "0"]
 VARIANTS = {
-    "prior": ["--epochs", "4", "--eval-every", "2"],
+    "prior": shlex.split("--epochs 4 --eval-every 2 --temperature 0.7 --learn-temperature"),
     "conditioned": shlex.split(
-        "--method ntk-conditioned --subset 12 --outputs 1 --epochs 4 --steps-per-block 2"
+        "--method ntk-conditioned --subset 12 --outputs 1 --epochs 4 --steps-per-block 2 "
+        "--root sampled --root-samples 2"
     ),
     "augmentation": shlex.split("--epochs 4 --augment affine --flip --model mininet --width 0"),
 }

@@ -3,6 +3,7 @@
 import errno
 import json
 import resource
+import shlex
 import subprocess
 import sys
 import types
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny_runs import ROOT, TINY, results
 
 from ntkmarglik.errors import NtkMarglikError
@@ -139,8 +141,14 @@ SETTINGS = {
     "kfac reduce, all data": "--method kfac --kfac reduce --subset 0",
     "a precision per weight": "--prior diagonal",
     "one precision": "--prior scalar --method blockdiag",
+    "layers with the same parent": "--method blockdiag --weight-blocks parent",
     "float64": "--precision float64 --method full",
     "true root, own outputs, by class": "--root eigen --columns iid --partition class",
+    "gradients of the data": "--root empirical --outputs 1 --augment affine",
+    "gradients of drawn labels": "--root sampled --root-samples 2 --outputs 0 --method kfac",
+    "gradients, conditioned": "--root sampled --outputs 1 --inducing 0.5",
+    "a fixed temperature": "--temperature 0.5 --method kfac",
+    "a learned temperature": "--temperature 0.5 --learn-temperature",
     "sgd": "--optimizer sgd --model resnet --depth 10 --width 2 --lr 0.1",
     "augmentation, blocks": "--augment affine",
     "augmentation, all data": "--augment affine --subset 0 --outputs 0 --aug-steps 1",
@@ -154,6 +162,10 @@ def test_combinations_run(flags, out, undrawn):
     config = parse([*TINY, "--epochs", "2", "--no-baseline", "--out", str(out), *flags.split()])
     ((epochs, summary),) = run(config).values()
     assert summary["log_marglik"] < 0 and epochs[-1]["log_marglik"] < 0
+    learned = config.hyperparameters.learn_temperature
+    temperature = pytest.approx(config.hyperparameters.temperature)
+    assert (summary["temperature"] == temperature) != learned
+    assert ("temperature" in epochs[-1]) == learned
     if config.hyperparameters.augment == "affine":
         assert summary["augmentation"] != [config.hyperparameters.aug_init] * 6
     start, values = config.hyperparameters.prior_precision, summary["prior_precision"].values()
@@ -171,6 +183,37 @@ def test_the_baseline_learns_nothing_and_is_measured_like_the_run():
         Map(problem, METHODS["kfac"](prepare(config, problem.data)).structure).ml.structure
         == "kfac"
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_temperature_divides_the_log_likelihood_of_every_loss(method):
+    data = load("digits", "data", n_data=16)
+    losses = []
+    for temperature in (1.0, 0.25):
+        config = Config().updated(
+            method=method, model="mlp", width=4, n_data=16, subset=8, temperature=temperature
+        )
+        if method == "augerino":
+            config = config.updated(augment="affine", aug_samples=2)
+        own = METHODS[method](prepare(config, data))
+        losses.append(own.loss(data.x_train, data.y_train).item())
+    f = own.outputs(data.x_train)
+    log_p = f.log_softmax(1).gather(1, data.y_train[:, None]).mean().item()
+    # weights of variational posteriors and copies are drawn
+    assert losses[1] - losses[0] == pytest.approx(-3 * log_p, rel=0.05)
+
+
+def test_a_temperature_is_learned_by_the_evidence_alone(out, capsys, undrawn):
+    assert main([*TINY, "--method", "elbo", "--learn-temperature", "--out", str(out)]) == 2
+    assert "grows without limit" in capsys.readouterr().err
+    flags = ["--method", "map", "--learn-temperature", "--temperature", "2", "--epochs", "1"]
+    assert main([*TINY, *flags, "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "--learn-temperature" in printed.err and "temperature" in printed.out
+    assert json.loads((out / "summary.json").read_text())["temperature"] == pytest.approx(2)
+    config = parse([*TINY, "--learn-temperature"])
+    fixed = prepare(baseline_of(config), load("digits", "data", n_data=64))
+    assert not fixed.likelihood.log_temperature.requires_grad
 
 
 # ------------------------------------------------------------------------------ every model, method
@@ -218,6 +261,9 @@ def test_every_model_takes_two_steps_with_every_method(model, method, tmp_path):
     [
         ("--subset 65", ["--subset 65", "64 training", "--subset 64"]),
         ("--outputs 11", ["--outputs 11", "10 classes", "--outputs 10"]),
+        ("--root empirical", ["--root empirical", "leave out --outputs"]),
+        ("--root sampled --outputs 1 --columns iid", ["--root sampled", "--columns"]),
+        ("--root-samples 2", ["--root-samples 2", "--root sampled", "auto"]),
         ("--n-data 2000", ["2000", "1437"]),
         ("--dataset mnist --data-root nowhere", ["nowhere/mnist", "train-images-idx3-ubyte.gz"]),
         ("--dataset mnits", ["'mnits'", "'mnist'"]),
@@ -241,6 +287,41 @@ def test_what_cannot_work_is_refused_before_training(flags, parts, out, capsys, 
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: ") and all(part in message for part in parts), message
     assert not out.exists()
+
+
+FIRST_TRY = shlex.split(
+    "--n-data 20 --epochs 1 --burnin 1 --frequency 1 --model mlp --width 4 --prior-steps 1 "
+    "--aug-samples 2 --augment affine --solver-passes 2 --ladder 2 --samples 1"
+)
+
+
+@pytest.mark.filterwarnings("ignore:the targets hold no signal")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_small_first_try_works_with_every_method(method, out, capsys, undrawn):
+    augment = [] if method != "sampled" else ["--augment", "none"]
+    assert main([*FIRST_TRY, "--method", method, "--out", str(out), *augment]) == 0
+    config = Config().updated(method=method)
+    most = 180 if config.estimator.inducing else 20  # rows of ten classes less one, or data
+    default = config.estimator.subset
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    if "subset" in METHODS[method].uses(config):
+        assert len(notes) == 1 and f"--subset {default}" in notes[0] and f"{most}" in notes[0]
+    else:
+        assert not notes
+    stored = yaml.safe_load((out / "config.yaml").read_text())
+    assert stored["subset"] == most
+    again = [*FIRST_TRY, "--method", method, "--out", str(out), *augment, "--resume"]
+    assert main(again) == 0
+
+
+def test_a_subset_that_is_asked_for_stays(out, capsys, undrawn, tmp_path):
+    (tmp_path / "own.yaml").write_text("subset: 500\n")
+    for flags in (["--subset", "500"], ["--subset=500"], ["--config", str(tmp_path / "own.yaml")]):
+        assert main([*FIRST_TRY, "--method", "map", "--out", str(out), *flags]) == 2
+        assert "--subset 500, but there are 20 training data" in capsys.readouterr().err
+    unused = ["--method", "elbo", "--no-baseline", "--subset", "400"]
+    assert main([*FIRST_TRY, *unused, "--out", str(out)]) == 0
+    assert "not used with --method elbo" in capsys.readouterr().err
 
 
 def test_the_subset_that_is_suggested_for_the_memory_is_accepted(out, capsys):
@@ -271,7 +352,15 @@ def test_a_larger_memory_budget_reaches_the_library(out):
     assert [p.marginal_likelihood("ntk").memory_budget for p in problems] == [None, 1e15]
 
 
-@pytest.mark.parametrize("flags", ["", "--method kfac --subset 0 --augment affine", "--method map"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--method kfac --subset 0 --augment affine",
+        "--method map",
+        "--root sampled --root-samples 2 --outputs 1",
+    ],
+)
 def test_a_dry_run_tells_sizes_and_writes_nothing(flags, out, capsys):
     assert main([*TINY, "--dry-run", *flags.split()]) == 0
     printed = capsys.readouterr().out

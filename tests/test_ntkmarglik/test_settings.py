@@ -15,7 +15,14 @@ from ntkmarglik.programs.finetune import run as finetune
 from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.grid import run as grid
 from ntkmarglik.programs.grid.config import GridConfig
-from ntkmarglik.settings import Settings, check_values, flag_of, numbers_of, warn_unused
+from ntkmarglik.settings import (
+    Settings,
+    check_values,
+    flag_of,
+    names_given,
+    numbers_of,
+    warn_unused,
+)
 from ntkmarglik.values import Limit, NonNegativeInts, PositiveInt
 
 PROGRAMS = {Config: classify, GridConfig: grid, FinetuneConfig: finetune}
@@ -156,3 +163,12 @@ def test_settings_that_change_nothing_are_told(capsys):
     assert capsys.readouterr().err == said
     warn_unused(settings, {"name"}, "--mode none")
     assert capsys.readouterr().err == ""
+
+
+def test_the_names_that_a_command_gives(tmp_path):
+    file = tmp_path / "some.yaml"
+    file.write_text("n-data: 50\nlr_hyp: 0.2\n")
+    arguments = ["--subset=500", "--lr", "-1", "--no-baseline", "--aug-steps", "3"]
+    found = names_given(Config, [*arguments, "--config", str(file)])
+    assert {"subset", "lr", "aug_steps", "n_data", "lr_hyp"} <= found
+    assert names_given(Config, []) == set()

@@ -1,5 +1,6 @@
 """Differentiable curvature of any torch module: kernels, dense, Kronecker or diagonal blocks."""
 
+from asdl_marglik.curvature.blocks import Granularity, blocks_of
 from asdl_marglik.curvature.kernel.gram import mixed_gram
 from asdl_marglik.curvature.problem import Groups, Problem
 from asdl_marglik.curvature.structure import STRUCTURES, Structure, parts_of, register_structure
@@ -66,6 +67,7 @@ __all__ = [
     "Conditioning",
     "CurvatureError",
     "FastPaths",
+    "Granularity",
     "GraphChunk",
     "Groups",
     "HasRoot",
@@ -85,6 +87,7 @@ __all__ = [
     "Structure",
     "Term",
     "augmented",
+    "blocks_of",
     "check_finite",
     "check_weights",
     "checksum",

@@ -18,7 +18,8 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from asdl_marglik.curvature.problem import Granularity, Setting
+from asdl_marglik.curvature.blocks import Granularity, blocks_of
+from asdl_marglik.curvature.problem import Setting
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.linalg import psd_sqrt
 from asdl_marglik.passes.forward import Chunk
@@ -223,17 +224,13 @@ def ggn_blocks(
         x: inputs [n, ...].
         y: targets, one per datum.
         likelihood: as in `ggn`.
-        blocks: all parameters of a "module" together, or each "tensor" for itself.
+        blocks: all parameters of a "module" together, or each "tensor" for itself, or those of
+            all modules with the same "parent", or lists of name patterns, one for each block.
         weights: name patterns of the weights; None for all that require grad.
         chunk: inputs per forward pass; by default as many as keep the rows small.
     """
-    if blocks not in ("module", "tensor"):
-        raise CurvatureError(f"blocks must be 'module' or 'tensor', got {blocks!r}")
     network = _Network(model, x, weights, chunk)
-    members: dict[str, list[str]] = {}
-    for name in network.plan.weights:
-        block = name.rpartition(".")[0] if blocks == "module" else name
-        members.setdefault(block, []).append(name)
+    members = blocks_of(network.plan.weights, blocks)
     totals: dict[str, Tensor] = {}
     for by_weight in _root_rows(network, x, y, likelihood):
         for block, names in members.items():

@@ -36,7 +36,8 @@ class InducingPartition:
         rows: of a block, inducing rows included; at most N C.
         inducing: fraction of them that are inducing rows, at least 0 and below 1.
         n_columns: root columns that rows are drawn from; fewer than the outputs where the others
-            are zero, as the last eigen column of a softmax.
+            are zero, as the last eigen column of a softmax; 1 for root "empirical", the draws of a
+            datum for root "sampled".
         generator: source of the random draws.
         ranks: processes with a block each that share the inducing rows.
     """
@@ -56,10 +57,6 @@ class InducingPartition:
         self.n_outputs = checks.positive_integer("n_outputs", n_outputs)
         self.n_columns = checks.positive_integer("n_columns", n_columns or n_outputs)
         self.rows = checks.positive_integer("rows", rows)
-        if self.n_columns > self.n_outputs:
-            raise MarglikError(
-                f"n_columns={n_columns} of {n_outputs} outputs; give at most as many"
-            )
         if self.rows > self.n_rows:
             raise MarglikError(
                 f"a block of {rows} rows, but {n_data} data points with {self.n_columns} root "

@@ -30,6 +30,7 @@ from laplace_marglik.attachment import Attachment
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.by_blocks import evidence_by_blocks
 from laplace_marglik.evidence.evidence import Evidence
+from laplace_marglik.evidence.gradient_rows import is_gradient
 from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_marglik.evidence.on_blocks import DrawnBlock, OnBlocks
 from laplace_marglik.evidence.rows import n_root_columns
@@ -173,15 +174,16 @@ class EvidenceLearner:
         shape = self._output_shape()
         c = shape.numel()
         if rows is None or inducing == 0:
+            outputs = None if is_gradient(ml.root) else ml.outputs
             return Partition(
-                ml.n_data, c, rows, ml.outputs, columns=ml.columns, generator=ml.generator
+                ml.n_data, c, rows, outputs, columns=ml.columns, generator=ml.generator
             )
         if STRUCTURES[ml.structure].additive:
             raise MarglikError(
                 f"{ml.structure} curvature has no rows to condition on; use inducing=0, or "
                 "structure='ntk', 'full' or 'blockdiag'"
             )
-        columns = n_root_columns(ml.likelihood, shape, ml.root or "eigen")
+        columns = n_root_columns(ml.likelihood, shape, ml.root or "eigen", ml.samples)
         return InducingPartition(
             ml.n_data,
             c,

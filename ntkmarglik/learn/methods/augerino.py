@@ -18,7 +18,7 @@ from ntkmarglik.learn.methods.mode import MeasuredByBlocks
 class Augerino(MeasuredByBlocks):
     """The MAP loss of the averaged network less a reward for wide ranges; prior fixed.
 
-    loss = -log p(y | mean_a f(g_a x)) + delta |w|^2 / 2N - r |eta|        (r:
+    loss = -log p(y | mean_a f(g_a x)) / tau + delta |w|^2 / 2N - r |eta|        (r:
     --augerino-regulariser)
 
     Without the reward the loss prefers no augmentation, which fits the training data best.
@@ -50,7 +50,7 @@ class Augerino(MeasuredByBlocks):
         seed = int(torch.randint(2**31, (), generator=problem.generator))
         copies = augmented(problem.augment, x, seed)
         f = run_averaged(problem.model, copies)
-        data = -self.ml.likelihood.log_prob(f, y).mean()
+        data = self.ml.data_loss(f, y)
         decay = problem.prior.penalty(self.ml.weights) / (2 * problem.data.n_data)
         reward = torch.cat([p.flatten() for p in problem.augment.parameters()]).norm()
         return data + decay - problem.config.hyperparameters.augerino_regulariser * reward

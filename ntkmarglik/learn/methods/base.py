@@ -19,9 +19,10 @@ from laplace_marglik import (
     Partition,
     Ranks,
 )
+from laplace_marglik.evidence.gradient_rows import is_gradient
 from laplace_marglik.evidence.rows import n_root_columns
 from laplace_marglik.examples import TensorExamples
-from laplace_marglik.likelihood.base import Root
+from laplace_marglik.likelihood.base import GradientRoot, Root
 from ntkmarglik.learn.config import Config
 from ntkmarglik.problem.data import Dataset
 from ntkmarglik.runs.loggers import Metrics
@@ -30,7 +31,9 @@ LearnsBy = Literal["nothing", "loss", "evidence", "samples"]
 # curvature of blocks, samples of the posterior, or draws of a variational posterior
 MeasuresBy = Literal["blocks", "samples", "draws"]
 # settings of what a block is, and of the optimisers that a loss or the evidence moves
-BLOCKS = frozenset({"subset", "outputs", "columns", "partition", "root", "inducing"})
+BLOCKS = frozenset(
+    {"subset", "outputs", "columns", "partition", "root", "root_samples", "inducing"}
+)
 HYPER_RATES = frozenset({"lr_hyp", "lr_hyp_min"})
 AUGMENT_RATES = frozenset({"lr_aug", "lr_aug_min"})
 ROUNDS = frozenset({"burnin", "frequency"})
@@ -47,6 +50,7 @@ class Problem:
     augment: nn.Module | None
     generator: torch.Generator  # columns, partitions and augmentations of the evidence
     ranks: Ranks | None = None  # processes of torchrun
+    likelihood: Categorical = field(default_factory=Categorical)  # with its temperature
 
     @property
     def full_batch(self) -> bool:
@@ -71,14 +75,16 @@ class Problem:
         budget = self.config.run.memory_budget * 1e9
         return MarginalLikelihood(
             self.model,
-            "classification",
+            self.likelihood,
             n_data=self.data.n_data,
             prior=self.prior,
             structure=structure,
-            outputs=estimator.outputs or None,
+            outputs=self.n_outputs,
             columns=estimator.columns,
             root=None if estimator.root == "auto" else estimator.root,
+            samples=estimator.root_samples,
             kfac=estimator.kfac,
+            blocks=estimator.weight_blocks,
             augment=self.augment,
             generator=self.generator,
             memory_budget=budget or None,
@@ -99,10 +105,26 @@ class Problem:
         return TensorExamples(self.data.x_train, self.data.y_train)
 
     @property
+    def n_outputs(self) -> int | None:
+        """Root columns in a block; None for all, also where there are none to choose from."""
+        estimator = self.config.estimator
+        return None if is_gradient(estimator.root) else estimator.outputs or None
+
+    @property
+    def rows_per_datum(self) -> int:
+        """Rows of each datum in a block."""
+        estimator = self.config.estimator
+        if is_gradient(estimator.root):
+            return estimator.root_samples
+        return estimator.outputs or self.data.n_classes
+
+    @property
     def n_columns(self) -> int:
         """Root columns that rows of conditioned blocks are drawn from."""
-        root: Root = "eigen" if self.config.estimator.root == "auto" else self.config.estimator.root
-        return n_root_columns(Categorical(), torch.Size([self.data.n_classes]), root)
+        estimator = self.config.estimator
+        root: Root | GradientRoot = "eigen" if estimator.root == "auto" else estimator.root
+        shape = torch.Size([self.data.n_classes])
+        return n_root_columns(self.likelihood, shape, root, estimator.root_samples)
 
     def partition(self) -> Partition | InducingPartition:
         """Blocks of the configured kind; all data when the subset is 0."""
@@ -118,7 +140,7 @@ class Problem:
                 ranks=self.ranks,
             )
         options = {"columns": estimator.columns, "generator": self.generator}
-        subset, outputs = estimator.subset or None, estimator.outputs or None
+        subset, outputs = estimator.subset or None, self.n_outputs
         if estimator.partition == "class":
             return ClassPartition(data.y_train, data.n_classes, subset, outputs, **options)  # type: ignore[arg-type]
         return Partition(data.n_data, data.n_classes, subset, outputs, **options)  # type: ignore[arg-type]
@@ -183,7 +205,8 @@ class Method(ABC):
         estimator = config.estimator
         if estimator.inducing:
             return f"{cls.name}-{estimator.subset}-u{estimator.inducing:g}"
-        return f"{cls.name}-{estimator.subset or 'N'}-{estimator.outputs or 'C'}"
+        rows = estimator.root if is_gradient(estimator.root) else estimator.outputs or "C"
+        return f"{cls.name}-{estimator.subset or 'N'}-{rows}"
 
     @classmethod
     def uses(cls, config: Config) -> frozenset[str]:

@@ -38,7 +38,7 @@ class Variational(Method):
         estimator = problem.config.estimator
         self.objective = DataEmphasizedELBO(
             problem.model,
-            "classification",
+            problem.likelihood,
             n_data=problem.data.n_data,
             prior=problem.prior,
             kappa=self.emphasis(),
@@ -54,6 +54,14 @@ class Variational(Method):
     def uses(cls, config: Config) -> frozenset[str]:
         own = HYPER_RATES | AUGMENT_RATES | {"posterior", "antithetic", "sigma"}
         return own | (BLOCKS if config.run.baseline else set())  # by which that is measured
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        if config.hyperparameters.learn_temperature:
+            raise NtkMarglikError(
+                f"--learn-temperature: the bound of --method {cls.name} grows without limit in a "
+                "learned temperature; give a fixed one, --temperature."
+            )
 
     @abstractmethod
     def emphasis(self) -> float | Literal["auto"]:
@@ -134,6 +142,7 @@ class Elbo(Variational):
 
     @classmethod
     def check(cls, config: Config) -> None:
+        super().check(config)
         kappa = config.estimator.kappa
         if kappa not in (0, 1):
             raise NtkMarglikError(

@@ -65,7 +65,8 @@ class Laplace(MeasuredByBlocks):
     def uses(cls, config: Config) -> frozenset[str]:
         steps = {"prior_steps", "aug_steps", "steps_per_block", "blocks_per_step", "shard_blocks"}
         rates = HYPER_RATES | AUGMENT_RATES
-        return super().uses(config) | ROUNDS | rates | steps | {"aug_block", "aug_blocks"}
+        others = {"aug_block", "aug_blocks", "learn_temperature"}
+        return super().uses(config) | ROUNDS | rates | steps | others
 
     @classmethod
     def check(cls, config: Config) -> None:

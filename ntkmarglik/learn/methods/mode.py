@@ -12,6 +12,8 @@ from laplace_marglik.evidence.on_blocks import OnBlocks
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods.base import BLOCKS, Method, Problem
 
+# settings of single structures of the curvature
+OF_STRUCTURE = {"kfac": frozenset({"kfac"}), "blockdiag": frozenset({"weight_blocks"})}
 SCORED_BLOCKS = 20  # blocks averaged for the final evidence of a stochastic estimator
 
 
@@ -43,7 +45,7 @@ class MeasuredByBlocks(AtMode):
 
     @classmethod
     def uses(cls, config: Config) -> frozenset[str]:
-        return BLOCKS | ({"kfac"} if cls.structure == "kfac" else set())
+        return BLOCKS | OF_STRUCTURE.get(cls.structure, frozenset())
 
     def evidence(self) -> Evidence:
         """The mean over blocks (at most SCORED_BLOCKS of them) with its standard error."""

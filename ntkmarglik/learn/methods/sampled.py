@@ -47,7 +47,7 @@ class SampledScore(AtMode):
         )
         self.posterior = SampledLaplace(
             problem.model,
-            "classification",
+            problem.likelihood,
             n_data=problem.data.n_data,
             prior=prior,
             samples=sampling.samples,

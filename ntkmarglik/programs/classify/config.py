@@ -6,11 +6,16 @@ from collections.abc import Sequence
 
 from ntkmarglik.learn.config import METHOD, UNNAMED, Config
 from ntkmarglik.learn.methods import METHODS
-from ntkmarglik.settings import parse_as
+from ntkmarglik.settings import names_given, parse_as
 
-__all__ = ["Config", "parse"]
+__all__ = ["Config", "given", "parse"]
 
 METHOD.offer(METHODS)
+
+
+def given(arguments: Sequence[str] | None = None) -> set[str]:
+    """The settings that a command line names; the others are defaults."""
+    return names_given(Config, arguments)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Config:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from asdl_marglik import STRUCTURES, free_memory
+from asdl_marglik import STRUCTURES, blocks_of, free_memory
 from laplace_marglik import InducingPartition
+from laplace_marglik.evidence.gradient_rows import is_gradient
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config, Estimator
-from ntkmarglik.learn.distributed import local_size
+from ntkmarglik.learn.distributed import local_size, rank
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.schedule import hyper_epochs
 from ntkmarglik.machine.device import check_device, device_of, dtype_of
@@ -33,7 +35,7 @@ class Sizes:
     """The numbers that decide what an estimate costs."""
 
     structure: str
-    modules: tuple[int, ...]  # parameters of each module
+    modules: tuple[int, ...]  # parameters of each module, or block of weights
     subset: int
     outputs: int
 
@@ -54,11 +56,12 @@ def check_settings(config: Config) -> None:
     if config.hyperparameters.flip and config.hyperparameters.augment == "none":
         raise NtkMarglikError("--flip mirrors augmented copies and needs --augment affine.")
     check_device(config.run.device)
+    _check_root(config)
     _check_method(config)
 
 
 def warn_of_unused(config: Config) -> None:
-    """Say which of the flags that are given change nothing with this method or augmentation."""
+    """Say which flags change nothing with this method or augmentation, or nothing for the good."""
     method = METHODS.named(config.estimator.method)
     names = set().union(*(METHODS[name].uses(config) for name in METHODS))
     ignored = names - method.uses(config)
@@ -66,6 +69,29 @@ def warn_of_unused(config: Config) -> None:
     if augment == "none":
         ignored |= OF_AUGMENTATION
     warn_unused(config, ignored, f"--method {method.name} and --augment {augment}")
+    if config.hyperparameters.learn_temperature and "learn_temperature" not in ignored:
+        print(
+            "warning: --learn-temperature: the evidence only grows with the temperature, at which "
+            "data count less and less; see docs/bounds.md",
+            file=sys.stderr,
+        )
+
+
+def _check_root(config: Config) -> None:
+    """Refuse what the rows of the chosen root cannot be combined with."""
+    estimator = config.estimator
+    if estimator.root_samples > 1 and estimator.root != "sampled":
+        raise NtkMarglikError(
+            f"--root-samples {estimator.root_samples} are labels drawn for --root sampled, but "
+            f"--root is {estimator.root}."
+        )
+    if is_gradient(estimator.root) and (
+        estimator.outputs not in (0, 1) or estimator.columns != "shared"
+    ):
+        raise NtkMarglikError(
+            f"--root {estimator.root} has one row for each log-likelihood and no outputs to "
+            "choose from: leave out --outputs and --columns."
+        )
 
 
 def _check_method(config: Config) -> None:
@@ -117,6 +143,35 @@ def check_network(config: Config, data: Dataset) -> None:
         )
 
 
+def fitted(problem: Problem, given: Collection[str] | None) -> Problem:
+    """The problem with blocks of all data where the default is larger, or where none are used.
+
+    given: settings that were asked for, which stay as they are; None for all.
+    """
+    config = problem.config
+    subset = config.estimator.subset
+    most, things = _largest_subset(problem)
+    used = "subset" in METHODS.named(config.estimator.method).uses(config)
+    asked_for = given is None or "subset" in given
+    if subset <= most or (used and asked_for):
+        return problem
+    if used and rank() == 0:
+        print(
+            f"note: the default --subset {subset} is more than the {most} {things}; all of them "
+            f"are in a block (--subset {most})",
+            file=sys.stderr,
+        )
+    return replace(problem, config=config.updated(subset=most))
+
+
+def _largest_subset(problem: Problem) -> tuple[int, str]:
+    """How many there are of what --subset counts, and what that is."""
+    n = problem.data.n_data
+    if problem.config.estimator.inducing:
+        return n * problem.n_columns, "rows of the training data"
+    return n, "training data"
+
+
 def check_sizes(config: Config, problem: Problem) -> Sizes:
     """Refuse blocks that do not fit the data or the memory, naming the nearest choice that does."""
     estimator, data = config.estimator, problem.data
@@ -126,25 +181,21 @@ def check_sizes(config: Config, problem: Problem) -> Sizes:
             f"--outputs {estimator.outputs}, but {data.name} has {data.n_classes} classes; use "
             f"--outputs {data.n_classes}."
         )
-    most, things = data.n_data, "training data"
-    if estimator.inducing:
-        most, things = data.n_data * problem.n_columns, "rows of the training data"
-    if estimator.subset > most and method.measures_by != "samples":
+    most, things = _largest_subset(problem)
+    if estimator.subset > most and "subset" in method.uses(config):
         raise NtkMarglikError(
             f"--subset {estimator.subset}, but there are {most} {things}; use --subset {most} "
             "(all)."
         )
     _check_aug_blocks(estimator, data.n_data)
-    modules = [
-        sum(p.numel() for p in module.parameters(recurse=False))
-        for module in problem.model.modules()
-    ]
+    weights = dict(problem.model.named_parameters())
+    blocks = blocks_of(weights, estimator.weight_blocks).values()
     sizes = Sizes(
         # a baseline is measured by blocks also where the method itself is not
         structure=method.structure if method.structure in STRUCTURES else Method.structure,
-        modules=tuple(size for size in modules if size),
+        modules=tuple(sum(weights[name].numel() for name in block) for block in blocks),
         subset=estimator.subset or data.n_data,
-        outputs=estimator.outputs or data.n_classes,
+        outputs=problem.rows_per_datum,
     )
     if method.memory(problem) is not None:
         method.check_memory(problem, memory_budget(config))
@@ -270,8 +321,9 @@ def _block(sizes: Sizes, problem: Problem) -> str:
             f"{sizes.subset} of {partition.n_rows} rows, {partition.n_inducing} of them inducing; "
             f"the others count {partition.sample_weight:.0f} times"
         )
+    things = "gradients" if is_gradient(problem.config.estimator.root) else "outputs"
     return (
-        f"{sizes.subset} data points x {sizes.outputs} outputs = {sizes.rows} rows; "
+        f"{sizes.subset} data points x {sizes.outputs} {things} = {sizes.rows} rows; "
         f"{len(partition)} blocks in a partition"
     )
 
@@ -313,8 +365,11 @@ def _evidence_seconds(sizes: Sizes, problem: Problem, method: Method) -> float:
     # a row of a conditioned block costs as much as a datum with one column
     of_data = block.index if block.rows is None else block.index[block.rows[:, 0]]
 
+    drawn = is_gradient(ml.root)  # then there are no columns to give
+
     def estimate(points: int) -> float:
-        index, columns = of_data[:points], block.columns[:points]
+        index = of_data[:points]
+        columns = None if drawn else block.columns[:points]
         x, y = data.x_train[index], data.y_train[index]
         return seconds(
             lambda: torch.autograd.grad(ml(x, y, columns).total, ml.hyperparameters()), PATIENCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from laplace_marglik import GaussianPrior, Ranks
+from laplace_marglik import Categorical, GaussianPrior, Ranks
 from ntkmarglik.learn.distributed import by_first, meeting, rank, refuse_different, restarts
 from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.methods.map import Map
@@ -20,7 +21,7 @@ from ntkmarglik.problem.augment import AffineAugmentation
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import build
 from ntkmarglik.programs.classify import preflight
-from ntkmarglik.programs.classify.config import Config, parse
+from ntkmarglik.programs.classify.config import Config, given, parse
 from ntkmarglik.runs import report
 from ntkmarglik.runs.folder import folder_of, name_of, only_writer
 from ntkmarglik.runs.loggers import Metrics
@@ -33,16 +34,20 @@ EVIDENCE_SEED = 2**31
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    return exit_code(lambda: run(parse(arguments)))
+    return exit_code(lambda: run(parse(arguments), given(arguments)))
 
 
-def run(config: Config) -> report.Runs:
-    """Train the configured method (and the MAP baseline), and show the comparison."""
+def run(config: Config, given: Collection[str] | None = None) -> report.Runs:
+    """Train the configured method (and the MAP baseline), and show the comparison.
+
+    given: settings that were asked for, where the others are defaults and may follow the data; None
+    for all.
+    """
     preflight.check_settings(config)
     if rank() == 0:
         preflight.warn_of_unused(config)
     if config.run.dry_run:
-        return _dry_run(config) if rank() == 0 else {}
+        return _dry_run(config, given) if rank() == 0 else {}
     config = config.updated(resume=config.run.resume or restarts() > 0)
     device = machine.device_of(config)
     with meeting(device, config.run.seed, config.run.collective_timeout) as ranks:
@@ -50,7 +55,8 @@ def run(config: Config) -> report.Runs:
             ranks.from_first(lambda: _data(config) and None, "loading the data")
         data = _data(config)
         refuse_different(ranks, "data", data.fingerprint)
-        problem = prepare(config, data, ranks)
+        problem = preflight.fitted(prepare(config, data, ranks), given)
+        config = problem.config
         sizes = preflight.check_sizes(config, problem)
         with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
             method = METHODS.named(config.estimator.method)(problem)
@@ -75,10 +81,11 @@ def _show(runs: report.Runs, problem: Problem, path: Path) -> None:
     print(f"run folder: {path}")
 
 
-def _dry_run(config: Config) -> report.Runs:
+def _dry_run(config: Config, given: Collection[str] | None) -> report.Runs:
     """What a run would take, measured in one process."""
     data = _data(config)
-    problem = prepare(config, data)
+    problem = preflight.fitted(prepare(config, data), given)
+    config = problem.config
     sizes = preflight.check_sizes(config, problem)
     with machine.threads(machine.threads_for(config, data, sizes.n_parameters)):
         method = METHODS.named(config.estimator.method)(problem)
@@ -115,6 +122,7 @@ def baseline_of(config: Config) -> Config:
     """The same settings with a fixed prior, and without the augmentation that is learned."""
     # the evidence is measured with the same blocks
     fixed = replace(config, estimator=replace(config.estimator, method=Map.name))
+    fixed = fixed.updated(learn_temperature=False)
     if config.hyperparameters.flip:  # the mirror images stay
         return fixed.updated(aug_init=0.0)
     return fixed.updated(augment="none")
@@ -141,7 +149,10 @@ def prepare(config: Config, data: Dataset, ranks: Ranks | None = None) -> Proble
         augment = AffineAugmentation(hyper.aug_samples, flip=hyper.flip, init=hyper.aug_init)
         augment.to(device, dtype)
     generator = torch.Generator().manual_seed(EVIDENCE_SEED + config.run.seed)
-    return Problem(config, data, model, prior, augment, generator, ranks)
+    learnable = METHODS.named(config.estimator.method).uses(config)
+    learn = hyper.learn_temperature and "learn_temperature" in learnable
+    likelihood = Categorical(hyper.temperature, learn_temperature=learn).to(device)
+    return Problem(config, data, model, prior, augment, generator, ranks, likelihood)
 
 
 def train(

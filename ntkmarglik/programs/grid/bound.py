@@ -10,7 +10,8 @@ import torch
 
 from asdl_marglik import STRUCTURES
 from laplace_marglik import Block, ClassPartition, Partition
-from laplace_marglik.likelihood.base import Root
+from laplace_marglik.evidence.gradient_rows import is_gradient
+from laplace_marglik.likelihood.base import GradientRoot, Root
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.problem.data import Dataset
 from ntkmarglik.programs.grid.config import Grid
@@ -38,9 +39,14 @@ class Bound:
         return self.partition == INDUCING
 
     @property
+    def by_gradients(self) -> bool:
+        """Whether its rows are gradients of log-likelihoods, which have no outputs to choose."""
+        return is_gradient(self.root)
+
+    @property
     def n_columns(self) -> int | None:
-        """Root columns in a block."""
-        return None if self.outputs == "all" else 1
+        """Root columns in a block; None for all."""
+        return None if self.outputs == "all" or self.by_gradients else 1
 
     @property
     def of_kernel(self) -> bool:
@@ -48,8 +54,14 @@ class Bound:
         return STRUCTURES[self.structure].guarantee == "exact"
 
     @property
-    def ml_root(self) -> Root:
-        return next((root for root in get_args(Root) if root == self.root), "fisher")
+    def cut_from_kernel(self) -> bool:
+        """Whether its blocks can be cut out of the kernel of all outputs of all data."""
+        return self.of_kernel and not self.conditioned and not self.by_gradients
+
+    @property
+    def ml_root(self) -> Root | GradientRoot:
+        roots = (*get_args(Root), *get_args(GradientRoot))
+        return next((root for root in roots if root == self.root), "fisher")
 
     def __str__(self) -> str:
         name = f"{self.structure}-{self.subset}-{'C' if self.outputs == 'all' else 1}"
@@ -114,18 +126,20 @@ def bounds_of(grid: Grid, n_data: int) -> list[Bound]:
         for columns, partition, root in itertools.product(
             grid.columns, grid.partitions, grid.roots
         ):
+            gradients = is_gradient(root)
             if partition == INDUCING:
-                if single and root != "paper" and not STRUCTURES[structure].additive:
-                    bounds.append(Bound(structure, size, outputs, "shared", INDUCING, root))
+                has_rows = not STRUCTURES[structure].additive
+                if has_rows and (gradients or (single and root != "paper")):
+                    bounds.append(Bound(structure, size, "single", "shared", INDUCING, root))
                 continue
             bound = Bound(
                 structure,
                 size,
-                outputs,
-                columns if single else "shared",
+                "single" if gradients else outputs,
+                columns if single and not gradients else "shared",
                 partition if size < n_data else "random",
-                root if single else ANY_ROOT,
+                root if single or gradients else ANY_ROOT,
             )
-            whole = bound.of_kernel and size == n_data and not single
+            whole = bound.of_kernel and size == n_data and bound.outputs == "all"
             bounds.append(exact if whole else bound)
     return list(dict.fromkeys(bounds))

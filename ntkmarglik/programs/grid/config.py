@@ -70,15 +70,19 @@ class Grid:
     """How data are dealt into blocks; inducing draws S single rows conditioned on inducing rows, for single outputs and true roots."""
     inducing: Fraction = 0.5
     """Fraction of the rows of an inducing partition's blocks that the others are conditioned on."""
-    roots: tuple[Literal["paper", "fisher", "symmetric", "eigen"], ...] = (
+    roots: tuple[Literal["paper", "fisher", "symmetric", "eigen", "empirical", "sampled"], ...] = (
         "paper",
         "fisher",
         "symmetric",
         "eigen",
     )
-    """For single outputs: root of the likelihood's curvature (with all outputs every root gives the same number)."""
+    """For single outputs: root of the likelihood's curvature (with all outputs every root gives the same number). Besides, the curvatures empirical and sampled, which have no outputs to choose from."""
+    root_samples: PositiveInt = 1
+    """Labels drawn for each datum with the root sampled."""
     kfac: Literal["expand", "reduce"] = "expand"
     """Weight-sharing setting of KFAC."""
+    weight_blocks: Literal["tensor", "module", "parent"] = "module"
+    """Blocks of blockdiag: single parameter tensors, the parameters of a module, or those of all modules with the same parent (residual blocks)."""
     blocks: NonNegativeInt = 0
     """Blocks evaluated of each partition, drawn at random; 0 = all of them, then the mean is the bound itself."""
     exact: bool = True

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from asdl_marglik import blocks_of
 from ntkmarglik.machine.speed import Speed, seconds
 from ntkmarglik.programs.classify.preflight import Sizes
 from ntkmarglik.programs.grid.bound import Bound, exact_bound
@@ -27,15 +28,20 @@ MIXING = 60  # copies of a kernel take as long as the product with the roots on 
 
 def sizes_of(reference: Reference, bound: Bound) -> Sizes:
     """The numbers that decide what a block of the bound costs."""
-    modules = [
-        sum(p.numel() for p in m.parameters(recurse=False)) for m in reference.model.modules()
-    ]
+    weights = dict(reference.model.named_parameters())
+    blocks = blocks_of(weights, reference.weight_blocks).values()
     return Sizes(
         structure=bound.structure,
-        modules=tuple(size for size in modules if size),
+        modules=tuple(sum(weights[name].numel() for name in block) for block in blocks),
         subset=bound.subset,
-        outputs=bound.n_columns or reference.data.n_classes,
+        outputs=_rows_per_datum(reference, bound),
     )
+
+
+def _rows_per_datum(reference: Reference, bound: Bound) -> int:
+    if bound.by_gradients:
+        return reference.root_samples if bound.root == "sampled" else 1
+    return bound.n_columns or reference.data.n_classes
 
 
 def shares_kernel(reference: Reference, bounds: list[Bound]) -> bool:
@@ -59,14 +65,15 @@ def seconds_of(reference: Reference, bounds: list[Bound], config: GridConfig) ->
     seconds_of_bounds = []
     for bound in bounds:
         sizes = sizes_of(reference, bound)
-        shared = share and bound.of_kernel and not bound.conditioned
+        shared = share and bound.cut_from_kernel
         count = n_blocks(bound, reference.data, config)
         block = speed.algebra(sizes.structure, sizes.rows, sizes.modules)
         cut = shared and bound != bounds[0]  # out of the kernel of all rows
         if cut:
             block = speed.decompose * sizes.rows**3
         else:
-            kind = (bound.structure, bound.outputs, bound.root == "paper")
+            root = bound.root if bound.by_gradients else bound.root == "paper"
+            kind = (bound.structure, bound.outputs, root)
             if kind not in passes:
                 passes[kind] = _pass_seconds(reference, bound, config)
             per_block, per_datum = passes[kind]

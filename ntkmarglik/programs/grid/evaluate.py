@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from asdl_marglik.curvature.blocks import Named
 from laplace_marglik import (
     Block,
     Evidence,
@@ -19,7 +20,6 @@ from laplace_marglik import (
     SpectralMarginalLikelihood,
 )
 from laplace_marglik.evidence.rows import n_root_columns
-from laplace_marglik.likelihood.base import Root
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.methods import Problem
 from ntkmarglik.problem.augment import ROTATION, AffineAugmentation
@@ -55,6 +55,8 @@ class Reference:
     model: nn.Module
     prior: GaussianPrior
     augment: PairedCopies | None
+    root_samples: int = 1
+    weight_blocks: Named = "module"
 
     def marginal_likelihood(
         self, bound: Bound, kfac: Literal["expand", "reduce"]
@@ -68,8 +70,10 @@ class Reference:
             outputs=bound.n_columns,
             columns=cast(Literal["shared", "iid"], bound.columns),
             root=bound.ml_root,
+            samples=self.root_samples if bound.root == "sampled" else 1,
             augment=self.augment,
             kfac=kfac,
+            blocks=self.weight_blocks,
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -99,7 +103,8 @@ def reference_of(problem: Problem, config: GridConfig) -> Reference:
         prior = copy.deepcopy(problem.prior).to(dtype)
     else:
         prior = GaussianPrior(model, "scalar")
-    return Reference(data, model, prior, augment)
+    grid = config.grid
+    return Reference(data, model, prior, augment, grid.root_samples, grid.weight_blocks)
 
 
 class Evaluator:
@@ -117,7 +122,7 @@ class Evaluator:
         """The bound at each value, averaged over blocks, with its standard error."""
         ml = self.reference.marginal_likelihood(bound, self.config.grid.kfac)
         blocks = self.blocks(bound, ml)
-        shared = self.share and bound.of_kernel and not bound.conditioned
+        shared = self.share and bound.cut_from_kernel
         means = []
         with torch.no_grad():
             if self.config.grid.hyperparameter == "prior":
@@ -149,13 +154,14 @@ class Evaluator:
         of the grid: the bound holds for any.
         """
         data = self.reference.data
-        root = cast(Root, bound.root)
         partition = InducingPartition(
             data.n_data,
             data.n_classes,
             bound.subset,
             self.config.grid.inducing,
-            n_columns=n_root_columns(ml.likelihood, torch.Size([data.n_classes]), root),
+            n_columns=n_root_columns(
+                ml.likelihood, torch.Size([data.n_classes]), bound.ml_root, ml.samples
+            ),
             generator=torch.Generator().manual_seed(self.config.place.seed),
         )
         with torch.no_grad():

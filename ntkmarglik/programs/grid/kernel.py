@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from asdl_marglik import eigenvalues, log_det_identity_plus, mixed_gram
 from laplace_marglik import Block, Evidence, SpectralMarginalLikelihood, Spectrum
 from laplace_marglik.evidence.evidence import Status
+from laplace_marglik.likelihood.base import Root
 from ntkmarglik.programs.grid.bound import Bound
 
 
@@ -114,7 +116,8 @@ class Kernel:
                 root = contrasts.mT @ likelihood.contrast_root(f, y)
             return mixed_gram(gram, root).unsqueeze(0)
         # the columns of a root, all of them mixed once, are cut out for each block
-        root = likelihood.root(f, y, bound.ml_root, outputs.expand(len(f), -1))
+        kind = cast(Root, bound.ml_root)  # of gradients there is no root to cut
+        root = likelihood.root(f, y, kind, outputs.expand(len(f), -1))
         mixed = mixed_gram(gram, root)
         rows = (torch.arange(len(f))[:, None] * n_outputs + columns).flatten(1)
         return torch.stack([mixed[r][:, r] for r in rows])

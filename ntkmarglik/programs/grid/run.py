@@ -201,6 +201,11 @@ def _checkpoint(config: GridConfig) -> dict:
             f"The run in {source} stopped after epoch {state['epoch']} of {settings['epochs']}; "
             "finish it with --resume."
         )
+    if settings["temperature"] != 1 or settings["learn_temperature"]:
+        raise NtkMarglikError(
+            f"The network of {source} was trained at another --temperature than 1, at which bounds "
+            "are evaluated; use one of temperature 1."
+        )
     asked = config.flat()
     for name in ("dataset", "n_data", "model", "depth", "width", "seed", "precision"):
         if settings[name] != asked[name]:

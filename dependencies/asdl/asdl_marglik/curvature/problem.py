@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from asdl_marglik.curvature.blocks import Granularity
 from asdl_marglik.linalg import Conditioning
 from asdl_marglik.passes.shortcuts import ALL, FastPaths
 from asdl_marglik.ranks.ranks import Ranks
 from asdl_marglik.watch.plan import Plan
 
 Setting = Literal["expand", "reduce"]  # of weight sharing in KFAC
-Granularity = Literal["module", "tensor"]  # of the blocks of a block-diagonal structure
 # entry of the log precision vector that a weight shares, or its own entries (one per element)
 Group = int | slice
 Groups = Mapping[str, Group]

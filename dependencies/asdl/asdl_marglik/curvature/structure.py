@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from asdl_marglik.curvature.blocks import blocks_of
 from asdl_marglik.curvature.dense import Dense, Diagonal
 from asdl_marglik.curvature.kernel.gram import Gram
 from asdl_marglik.curvature.kernel.row_storage import Factors, HalfRows, Rows, SharedFactors, Store
@@ -95,12 +96,8 @@ def _full(problem: Problem) -> list[Term]:
 
 
 def _blockdiag(problem: Problem) -> list[Term]:
-    blocks: dict[str, list[str]] = {}
-    for name in problem.sizes:
-        blocks.setdefault(
-            name.rpartition(".")[0] if problem.granularity == "module" else name, []
-        ).append(name)
-    return [_exact(problem, tuple(names)) for names in blocks.values()]
+    blocks = blocks_of(problem.sizes, problem.granularity)
+    return [_exact(problem, names) for names in blocks.values()]
 
 
 def _diag(problem: Problem) -> list[Term]:

@@ -26,6 +26,7 @@ from asdl_marglik import (
     Batch,
     Budget,
     Conditioning,
+    Granularity,
     Network,
     Passes,
     Plan,
@@ -36,6 +37,7 @@ from asdl_marglik import (
     ShardedPasses,
     Term,
     augmented,
+    blocks_of,
     check_weights,
     chosen_output,
     copied,
@@ -60,6 +62,13 @@ from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.block import BlockData, Cache, PreparedBlock, status_of
 from laplace_marglik.evidence.description import described
 from laplace_marglik.evidence.evidence import Evidence
+from laplace_marglik.evidence.gradient_rows import (
+    DRAWS,
+    GRADIENT_ROOTS,
+    GradientRows,
+    curvature_scale,
+    is_gradient,
+)
 from laplace_marglik.evidence.row_kernel import RowKernel
 from laplace_marglik.evidence.rows import (
     NoRows,
@@ -71,7 +80,7 @@ from laplace_marglik.evidence.rows import (
     rows_for,
 )
 from laplace_marglik.likelihood import Likelihood, likelihood_for
-from laplace_marglik.likelihood.base import Root
+from laplace_marglik.likelihood.base import GradientRoot, Root
 from laplace_marglik.partition import Block
 from laplace_marglik.posterior.curvature import Setting, random_weights
 from laplace_marglik.posterior.laplace import LaplacePosterior
@@ -96,14 +105,19 @@ class MarginalLikelihood:
         outputs: root columns K in a block; None for all.
         columns: "shared" (one draw of columns for the block) or "iid" (one per data point).
         root: "paper" (published; no bound for K < C) | "fisher" | "symmetric" | "eigen"; None for
-            paper, and for eigen where a block is conditioned on inducing rows.
+            paper, and for eigen where a block is conditioned on inducing rows. Other curvatures
+            than the GGN: "empirical" (one row per datum, the gradient of its log-likelihood) |
+            "sampled" (the same at targets drawn from the model).
+        samples: of root "sampled", draws and so rows of each datum.
         augment: module or function x [n, ...] -> [n, A, ...]; outputs are averaged over the copies.
         hyper: name patterns of parameters inside the network that are hyperparameters.
         output: which of several outputs of the model, by name or place; None for `logits` where
             there are any, else the first tensor.
         labels: name of the targets where batches are mappings; None for "labels" or "label".
         kfac: weight-sharing setting of KFAC, "expand" | "reduce".
-        blocks: of the block-diagonal structure, by "module" or by "tensor".
+        blocks: of the block-diagonal structure: by "module" or by "tensor", all modules with the
+            same "parent" together (the layers of a residual block), or lists of name patterns, one
+            for each block, as [["0.*", "2.bias"], ["2.weight"]].
         memory_budget: bytes an estimate may take besides model and data; what is left of it saves
             recomputation. Default: half of the free memory, used sparingly.
         row_dtype: torch.float16 keeps rows of a kernel in half precision, each with its own scale.
@@ -122,13 +136,14 @@ class MarginalLikelihood:
         structure: str = "ntk",
         outputs: int | None = None,
         columns: Literal["shared", "iid"] = "shared",
-        root: Root | None = None,
+        root: Root | GradientRoot | None = None,
+        samples: int = 1,
         augment: nn.Module | None = None,
         hyper: Iterable[str] = (),
         output: str | int | None = None,
         labels: str | None = None,
         kfac: Literal["expand", "reduce"] = "expand",
-        blocks: Literal["module", "tensor"] = "module",
+        blocks: Granularity = "module",
         memory_budget: float | None = None,
         row_dtype: torch.dtype | None = None,
         chunk: int | None = None,
@@ -145,6 +160,7 @@ class MarginalLikelihood:
         self.outputs = outputs
         self.columns = columns
         self.root = root
+        self.samples = samples
         self.augment = checks.as_module(augment)
         self.kfac = kfac
         self.blocks = blocks
@@ -160,16 +176,18 @@ class MarginalLikelihood:
         # statistics in float64, from where single precision was not enough; for checkpoints
         self.in_double = False
         self._check_arguments()
-        self._checked_weights()
+        self._check_gradient_root()
+        blocks_of(self._checked_weights(), self.blocks)
+        # of the targets that belong to rows of conditioned blocks, where inducing rows come again
+        self._draws_seed = self._seed() if root == "sampled" else 0
 
     def _check_arguments(self) -> None:
         """Refuse what no data could make right."""
         for name, choices in (
             ("structure", tuple(STRUCTURES)),
             ("columns", ("shared", "iid")),
-            ("root", (*get_args(Root), None)),
+            ("root", (*get_args(Root), *GRADIENT_ROOTS, None)),
             ("kfac", ("expand", "reduce")),
-            ("blocks", ("module", "tensor")),
         ):
             value = getattr(self, name)
             if value not in choices:
@@ -190,6 +208,38 @@ class MarginalLikelihood:
             raise MarglikError(
                 "curvature needs a prior of independent weights; drop covariance=, or use an ELBO"
             )
+
+    def _check_gradient_root(self) -> None:
+        """Refuse what rows that are gradients of log-likelihoods cannot be combined with."""
+        if checks.positive_integer("samples", self.samples) > 1 and self.root != "sampled":
+            raise MarglikError(
+                f"samples={self.samples} are draws of the targets for root='sampled', but root is "
+                f"{self.root!r}"
+            )
+        if not is_gradient(self.root):
+            return
+        if self.outputs not in (None, 1) or self.columns != "shared":
+            raise MarglikError(
+                f"root={self.root!r} has one row for each log-likelihood and no outputs to choose "
+                f"from; leave out outputs= and columns=, got outputs={self.outputs} and "
+                f"columns={self.columns!r}"
+            )
+        if self.root == "sampled" and not self.likelihood.draws_targets:
+            raise MarglikError(
+                f"root='sampled' needs targets drawn from the model, and "
+                f"{type(self.likelihood).__name__} does not say how: give it draws_targets, "
+                "n_uniforms and drawn_slope, or use root='empirical'"
+            )
+
+    @property
+    def two_sided(self) -> bool:
+        """Whether conditioned blocks bracket the evidence, so that averages have an interval."""
+        return STRUCTURES[self.structure].guarantee == "exact" and not is_gradient(self.root)
+
+    @property
+    def curvature_scale(self) -> Tensor:
+        """What products of rows are multiplied with, from noise and temperature of now."""
+        return curvature_scale(self.likelihood, self.root)
 
     @property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -219,8 +269,14 @@ class MarginalLikelihood:
         modules = [] if self.augment is None else [self.augment]
         parameters = [p for module in modules for p in module.parameters()]
         parameters += self._hyper_in_network.values()
-        parameters += self.likelihood.root_parameters()
+        parameters += self._root_parameters()
         return [p for p in dict.fromkeys(parameters) if p.requires_grad]
+
+    def _root_parameters(self) -> list[nn.Parameter]:
+        """Learnable parameters of the likelihood that shape the rows themselves."""
+        if self.root == "empirical":
+            return self.likelihood.slope_parameters()
+        return self.likelihood.root_parameters()
 
     # ----------------------------------------------------------------------------------- objectives
 
@@ -354,9 +410,10 @@ class MarginalLikelihood:
             inducing: of structure "ntk", how many root rows of the data are kept; None for all.
             generator: source of samples.
         """
+        random = random_weights(self._checked_weights(), weights)
         setting = Setting(
             self.network,
-            random_weights(self._checked_weights(), weights),
+            random,
             self.likelihood,
             self.prior.groups,
             structure or self.structure,
@@ -364,15 +421,25 @@ class MarginalLikelihood:
             augment=self.augment,
             inducing=inducing,
             kfac=self.kfac,
-            blocks=self.blocks,
+            blocks=self._blocks_among(random),
             budget=self._budget,
             seed=self._seed(),
             labels=self.labels,
+            root=self.root,
+            samples=self.samples,
         )
         if self.ranks is not None:
             raise MarglikError("a posterior is fitted by one process; leave out ranks=")
         posterior = LaplacePosterior(setting, self.prior, generator)
         return posterior if loader is None else posterior.fit(loader)
+
+    def _blocks_among(self, weights: Mapping[str, Tensor]) -> Granularity:
+        """The blocks of some of the weights; patterns are resolved among all of them."""
+        if isinstance(self.blocks, str):
+            return self.blocks
+        blocks = blocks_of(self.weights, self.blocks).values()
+        among = [[name for name in block if name in weights] for block in blocks]
+        return [block for block in among if block]
 
     def memory(self, x: Any, n: int | None = None) -> int:
         """Bytes that an estimate and its gradient take besides model and data.
@@ -409,6 +476,7 @@ class MarginalLikelihood:
             "in_network": in_network,
             "generator": self.generator.get_state(),
             "in_double": self.in_double,
+            "draws_seed": self._draws_seed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -437,6 +505,7 @@ class MarginalLikelihood:
                 parameter.copy_(state["in_network"][name])
         self.generator.set_state(state["generator"])
         self.in_double = state["in_double"]
+        self._draws_seed = state["draws_seed"]
 
     def _all_in_network(self) -> dict[str, nn.Parameter]:
         """Hyperparameters inside the network, frozen ones too."""
@@ -452,7 +521,7 @@ class MarginalLikelihood:
             f"likelihood={self.likelihood}",
             f"prior={self.prior}",
             f"structure={self.structure!r}, n_data={self.n_data}, outputs={outputs}, "
-            f"root={self.root!r}",
+            f"root={self.root!r}" + (f", samples={self.samples}" if self.samples > 1 else ""),
         ]
         if self.augment is not None:
             lines.append(f"augment={type(self.augment).__name__}")
@@ -491,6 +560,8 @@ class MarginalLikelihood:
 
     def _k(self, plan: Plan) -> int:
         c = plan.output_shape.numel()
+        if is_gradient(self.root):
+            return self.samples
         if self.outputs is not None and self.outputs > c:
             raise MarglikError(
                 f"outputs={self.outputs} but the network has only {c}; use outputs={c} or None "
@@ -498,7 +569,7 @@ class MarginalLikelihood:
             )
         return self.outputs or c
 
-    def _rows(self, plan: Plan, k: int, root: Root | None = None) -> Rows:
+    def _rows(self, plan: Plan, k: int, root: Root | GradientRoot | None = None) -> Rows:
         """The form in which k root columns of each datum are computed."""
         return rows_for(
             self.likelihood,
@@ -506,6 +577,7 @@ class MarginalLikelihood:
             root or self.root or "paper",
             k,
             contrasts=self._fast.fewer_cotangents,
+            samples=self.samples,
         )
 
     def _problem(self, plan: Plan, data: BlockData) -> Problem:
@@ -593,6 +665,8 @@ class MarginalLikelihood:
         reuse: bool,
     ) -> PreparedBlock:
         """Data points with the same number of root columns each."""
+        if is_gradient(self.root):
+            return self._gradient_block(plan, x, y, columns, block, reuse)
         n, c = len(y), plan.output_shape.numel()
         if columns is None and block is not None:
             columns = block.columns
@@ -606,6 +680,30 @@ class MarginalLikelihood:
         passes = self._passes(plan, data, reuse)
         return self._prepared(plan, passes, k, n_data_blocks, n_data_blocks * n_column_blocks)
 
+    def _gradient_block(
+        self,
+        plan: Plan,
+        x: Any,
+        y: Tensor,
+        columns: Tensor | None,
+        block: Block | None,
+        reuse: bool,
+    ) -> PreparedBlock:
+        """Data points with all rows that are gradients of their log-likelihoods."""
+        if columns is not None or (block is not None and block.n_column_blocks != 1):
+            raise MarglikError(
+                f"root={self.root!r} has no columns that blocks could share; leave out columns=, "
+                "and build the Partition with outputs=None"
+            )
+        n, k, seed = len(y), self.samples, self._seed()
+        rows = self._rows(plan, k)
+        assert isinstance(rows, GradientRows)
+        draws = rows.drawn(n, torch.Generator().manual_seed(seed + DRAWS)).to(y.device)
+        data = BlockData(_one_batch(x, y, draws), n, k, self._copies(x), rows)
+        n_blocks = self.n_data / n if block is None else block.n_data_blocks
+        passes = self._passes(plan, data, reuse, seed)
+        return self._prepared(plan, passes, k, n_blocks, n_blocks)
+
     def _conditioned_block(
         self, plan: Plan, x: Any, y: Tensor, block: Block, reuse: bool
     ) -> PreparedBlock:
@@ -613,13 +711,17 @@ class MarginalLikelihood:
         assert block.rows is not None
         root = self._conditioned_root(plan, block)
         position, column = block.rows.to(y.device).unbind(1)
+        columns = column[:, None]
+        rows = self._rows(plan, 1, root)
+        if isinstance(rows, GradientRows):
+            columns = rows.drawn_for(block.numbered_rows(), self._draws_seed).to(y.device)
         conditioning = Conditioning(block.n_inducing, block.weight)
         data = BlockData(
-            _one_batch(x, y[position], column[:, None]),
+            _one_batch(x, y[position], columns),
             n=len(position),
             k=1,
             copies=self._copies(x),
-            rows=self._rows(plan, 1, root),
+            rows=rows,
             conditioning=conditioning,
             row_data=position,
         )
@@ -632,14 +734,15 @@ class MarginalLikelihood:
         n_columns = block.n_columns or block.n_outputs
         factor = torch.full((len(position),), block.weight / n_columns, dtype=torch.float64)
         factor[: block.n_inducing] = 1 / n_columns
-        prepared = self._prepared(plan, passes, 1, factor, block.weight, true_root=True)
+        true_root = not is_gradient(root)
+        prepared = self._prepared(plan, passes, 1, factor, block.weight, true_root=true_root)
         prepared.conditioning = conditioning
         prepared.inducing = block.inducing_rows
         return prepared
 
-    def _conditioned_root(self, plan: Plan, block: Block) -> Root:
-        """The root whose rows are conditioned, if it is a true one."""
-        root: Root = self.root or "eigen"
+    def _conditioned_root(self, plan: Plan, block: Block) -> Root | GradientRoot:
+        """The root whose rows are conditioned, if its rows are those of one curvature."""
+        root: Root | GradientRoot = self.root or "eigen"
         c = plan.output_shape.numel()
         if root == "paper" and not self.likelihood.diagonal and c > 1:
             raise MarglikError(
@@ -647,11 +750,13 @@ class MarginalLikelihood:
                 "none for single outputs of this likelihood; use root='eigen', 'fisher' or "
                 "'symmetric'"
             )
-        possible = n_root_columns(self.likelihood, plan.output_shape, root)
-        if block.n_columns not in (None, c, possible):
+        possible = n_root_columns(self.likelihood, plan.output_shape, root, self.samples)
+        allowed = (possible,) if is_gradient(root) else (None, c, possible)
+        if block.n_columns not in allowed:
             raise MarglikError(
                 f"the block's rows are drawn from {block.n_columns} root columns, but the "
-                f"{root} root of {c} outputs has {possible} that may differ from zero"
+                f"{root} root of {c} outputs has {possible} that may differ from zero; build the "
+                f"InducingPartition with n_columns={possible}"
             )
         return root
 
@@ -669,30 +774,37 @@ class MarginalLikelihood:
             )
         plan = self._planned(self.placed(first[0]))
         c, k = plan.output_shape.numel(), self._k(plan)
+        rows = self._rows(plan, k)
         seed = self._seed()
 
         def batches() -> Iterable[tuple[Any, Tensor, Tensor]]:
-            generator = torch.Generator().manual_seed(seed)  # the same columns in both passes
-            shared = None if self.columns == "iid" else draw_columns(1, c, k, generator, iid=False)
+            columns_for = self._columns_of_batches(rows, c, k, seed)  # the same in both passes
             for x, y in pairs(loader, self.labels):
                 y = self.placed(checks.targets(y))
-                own = (
-                    draw_columns(len(y), c, k, generator, iid=True)
-                    if shared is None
-                    else shared.expand(len(y), -1)
-                )
+                own = columns_for(len(y))
                 if any(len(t) != len(y) for t in tensors_of(x)):
                     raise MarglikError("expected as many inputs as targets in every batch")
                 yield self.placed(x), y, own.to(y.device)
 
         copies = self._copies(self.placed(first[0]))
-        data = BlockData(batches, self.n_data, k, copies, self._rows(plan, k))
-        return self._prepared(plan, self._passes(plan, data, reuse), k, 1, c / k)
+        data = BlockData(batches, self.n_data, k, copies, rows)
+        n_blocks = 1 if isinstance(rows, GradientRows) else c / k
+        return self._prepared(plan, self._passes(plan, data, reuse), k, 1, n_blocks)
 
-    def _passes(self, plan: Plan, data: BlockData, reuse: bool) -> Passes:
+    def _columns_of_batches(self, rows: Rows, c: int, k: int, seed: int) -> Callable[[int], Tensor]:
+        """A function that gives the columns of the next so many data points."""
+        generator = torch.Generator().manual_seed(seed)
+        if isinstance(rows, GradientRows):
+            return lambda n: rows.drawn(n, generator)
+        if self.columns == "iid":
+            return lambda n: draw_columns(n, c, k, generator, iid=True)
+        shared = draw_columns(1, c, k, generator, iid=False)
+        return lambda n: shared.expand(n, -1)
+
+    def _passes(self, plan: Plan, data: BlockData, reuse: bool, seed: int | None = None) -> Passes:
         """Both passes over some data; with `reuse`, the first one only, which is kept."""
         in_network = [p for p in self._hyper_in_network.values() if p.requires_grad]
-        leaves: list[Tensor] = [*in_network, *self.likelihood.root_parameters()]
+        leaves: list[Tensor] = [*in_network, *self._root_parameters()]
         in_augment = [] if self.augment is None else list(self.augment.parameters())
         _refuse_hooks([*leaves, *in_augment])
         if reuse:
@@ -713,7 +825,7 @@ class MarginalLikelihood:
             data.batches,
             self.augment,
             n_data=data.n,
-            seed=self._seed(),
+            seed=self._seed() if seed is None else seed,
             fast=self._fast,
             arrangement=arrangement,
             network_leaves=leaves,
@@ -733,8 +845,9 @@ class MarginalLikelihood:
         *,
         true_root: bool = False,
     ) -> PreparedBlock:
-        all_columns = k == plan.output_shape.numel()
-        true_root |= self.likelihood.diagonal or all_columns or self.root not in (None, "paper")
+        if not is_gradient(self.root):
+            all_columns = k == plan.output_shape.numel()
+            true_root |= self.likelihood.diagonal or all_columns or self.root not in (None, "paper")
         check_weights(self.model)
         return PreparedBlock(
             passes,
@@ -746,7 +859,7 @@ class MarginalLikelihood:
         )
 
     def _reusable(self, prepare: Callable[[], PreparedBlock]) -> Callable[[], Evidence]:
-        if self.likelihood.root_parameters():
+        if self._root_parameters():
             raise MarglikError(
                 "a cached evaluation follows prior, noise and temperature only, and this "
                 "likelihood has other learnable parameters; freeze them or evaluate ml(x, y) anew"
@@ -811,7 +924,7 @@ class MarginalLikelihood:
         self.prior.check_precision()
         self.likelihood.check_scales()
         theta = self.prior.log_precision.double()
-        scale = self.likelihood.curvature_scale()
+        scale = self.curvature_scale
         if block.cache is not None:
             log_dets = [settled(scale, theta) for settled in block.cache.log_dets]
             log_prob = block.cache.log_prob
@@ -861,8 +974,7 @@ class MarginalLikelihood:
             ]
             return sum(kernels[1:], kernels[0])
 
-        two_sided = STRUCTURES[self.structure].guarantee == "exact"
-        return RowKernel(make, block.conditioning, block.inducing, two_sided)
+        return RowKernel(make, block.conditioning, block.inducing, self.two_sided)
 
     def _seed(self) -> int:
         return int(torch.randint(2**31, (), generator=self.generator))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from asdl_marglik import STRUCTURES, Ranks
+from asdl_marglik import Ranks
 from laplace_marglik.evidence.evidence import Evidence
 from laplace_marglik.evidence.marginal_likelihood import MarginalLikelihood
 from laplace_marglik.evidence.row_kernel import KnownSides
@@ -150,8 +150,7 @@ class OnBlocks:
     def _known(self, sides: Tensor) -> KnownSides | None:
         if not isinstance(self.partition, InducingPartition):
             return None
-        exact = STRUCTURES[self.ml.structure].guarantee == "exact"
-        return KnownSides(sides, self.partition.inducing_rows, exact)
+        return KnownSides(sides, self.partition.inducing_rows, self.ml.two_sided)
 
     def measured(self, count: int) -> Evidence:
         """The mean over fresh blocks at fixed hyperparameters, with an interval if conditioned.

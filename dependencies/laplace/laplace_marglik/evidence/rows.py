@@ -1,10 +1,10 @@
-"""Which rows of U^T J a block contains, in the two forms the curvature engine takes.
+"""Which rows of U^T J a block contains, in the forms the curvature engine takes.
 
 Single outputs: constant cotangents (one-hot), with the root of the sub-block of Lambda as mixing
 afterwards. Used for all outputs (any root gives the same determinant), for diagonal Lambda, and for
 the published estimator. Contrasts: as before for all outputs, with fewer cotangents where the
 likelihood ignores a direction of the outputs. Root columns: the cotangents are columns of a true
-root and depend on the outputs.
+root and depend on the outputs. Gradient rows: they are gradients of log-likelihoods.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from laplace_marglik.errors import MarglikError
+from laplace_marglik.evidence.gradient_rows import GradientRows, is_gradient
 from laplace_marglik.likelihood import Likelihood
-from laplace_marglik.likelihood.base import Root
+from laplace_marglik.likelihood.base import GradientRoot, Root
 
 
 @dataclass
@@ -96,11 +97,17 @@ class NoRows:
         return None
 
 
-Rows = SingleOutputs | Contrasts | RootColumns
+Rows = SingleOutputs | Contrasts | RootColumns | GradientRows
 
 
 def rows_for(
-    likelihood: Likelihood, shape: torch.Size, root: Root, k: int, *, contrasts: bool = True
+    likelihood: Likelihood,
+    shape: torch.Size,
+    root: Root | GradientRoot,
+    k: int,
+    *,
+    contrasts: bool = True,
+    samples: int = 1,
 ) -> Rows:
     """The form in which k of all root columns are computed.
 
@@ -110,7 +117,10 @@ def rows_for(
         root: which root.
         k: columns of each datum.
         contrasts: allow the form of fewer cotangents.
+        samples: draws of each datum for the sampled root.
     """
+    if root == "empirical" or root == "sampled":
+        return GradientRows(likelihood, shape, samples if root == "sampled" else None)
     directions = likelihood.contrasts(shape) if contrasts and k == shape.numel() else None
     if directions is not None:
         return Contrasts(likelihood, shape, directions)
@@ -119,14 +129,19 @@ def rows_for(
     return RootColumns(likelihood, shape, root)
 
 
-def n_root_columns(likelihood: Likelihood, shape: torch.Size, root: Root) -> int:
+def n_root_columns(
+    likelihood: Likelihood, shape: torch.Size, root: Root | GradientRoot, samples: int = 1
+) -> int:
     """Columns of a root that may differ from zero; the others come last.
 
     Args:
         likelihood: whose root.
         shape: of one datum's outputs.
         root: which root; only the eigen root has its zero columns last.
+        samples: draws of each datum for the sampled root.
     """
+    if is_gradient(root):
+        return samples if root == "sampled" else 1
     contrasts = likelihood.contrasts(shape) if root == "eigen" and len(shape) == 1 else None
     return shape.numel() if contrasts is None else len(contrasts)
 

@@ -106,7 +106,7 @@ class SpectralMarginalLikelihood(MarginalLikelihood):
         passes = prepared.passes
         f, by_part = statistics(passes, self.prior.log_precision)
         mixing = passes.root_rows.mixing(f, *passes.rows_of_data)
-        scale = self.likelihood.curvature_scale()
+        scale = self.curvature_scale
         inducing = None
         if prepared.conditioning is None:
             pairs = zip(passes.parts, by_part, strict=True)

@@ -14,7 +14,10 @@ from asdl_marglik import eigen_root, psd_sqrt
 from laplace_marglik.checks import LARGEST_LOG, positive_number
 from laplace_marglik.errors import MarglikError
 
+# roots of the likelihood's curvature Lambda; paper: of its sub-block at the chosen outputs
 Root = Literal["paper", "fisher", "symmetric", "eigen"]
+# rows that are gradients of log-likelihoods instead, at the targets or at targets that are drawn
+GradientRoot = Literal["empirical", "sampled"]
 
 
 class Likelihood(nn.Module):
@@ -35,6 +38,9 @@ class Likelihood(nn.Module):
     discrete = False  # whether targets are discrete: then log p <= 0
     # parameters that enter only through `curvature_scale`
     scale_parameters: tuple[str, ...] = ("log_temperature",)
+    # parameters that enter products of slopes only through `slope_scale`
+    slope_scale_parameters: tuple[str, ...] = ("log_temperature",)
+    draws_targets = False  # whether it has `n_uniforms` and `drawn_slope`
 
     def __init__(self, temperature: float = 1.0, *, learn_temperature: bool = False):
         super().__init__()
@@ -107,11 +113,15 @@ class Likelihood(nn.Module):
 
     def root_parameters(self) -> list[nn.Parameter]:
         """Learnable parameters that shape the Hessian itself."""
-        return [
-            parameter
-            for name, parameter in self.named_parameters()
-            if parameter.requires_grad and name not in self.scale_parameters
-        ]
+        return self._learnable_besides(self.scale_parameters)
+
+    def slope_parameters(self) -> list[nn.Parameter]:
+        """Learnable parameters that shape the slope itself."""
+        return self._learnable_besides(self.slope_scale_parameters)
+
+    def _learnable_besides(self, names: tuple[str, ...]) -> list[nn.Parameter]:
+        named = self.named_parameters()
+        return [p for name, p in named if p.requires_grad and name not in names]
 
     @contextmanager
     def constant(self) -> Iterator[None]:
@@ -144,6 +154,47 @@ class Likelihood(nn.Module):
             (slope,) = torch.autograd.grad(log_prob.sum(), flat, create_graph=True)
             columns = [_slope_of_column(slope, c, flat) for c in range(flat.shape[1])]
         return -torch.stack(columns, 1)
+
+    def slope(self, f: Tensor, y: Tensor) -> Tensor:
+        """d log p / df of each datum, shaped as f, before the scale: `log_prob` differentiated.
+
+        The outer product of the log-likelihood's gradient, which is counted 1 / tau times, is
+        `slope_scale() * slope slope^T`.
+
+        Args:
+            f: outputs [n, ...].
+            y: targets, one per datum.
+        """
+        with torch.enable_grad():
+            if not f.requires_grad:
+                f = f.detach().requires_grad_()
+            log_prob = self.log_prob(f, y)
+            (slope,) = torch.autograd.grad(log_prob.sum(), f, create_graph=True)
+        return slope
+
+    def slope_scale(self) -> Tensor:
+        """The factor between products of slopes and those of the log-likelihood's gradients."""
+        return self.inverse_temperature
+
+    def n_uniforms(self, shape: torch.Size) -> int:
+        """Random numbers that the targets of one datum are drawn from.
+
+        Args:
+            shape: of the outputs of one datum.
+        """
+        raise TypeError(f"{type(self).__name__} draws no targets")
+
+    def drawn_slope(self, f: Tensor, y: Tensor, uniforms: Tensor) -> Tensor:
+        """The slope at targets drawn from the model; on average, slope slope^T = Hessian.
+
+        Derivatives are for fixed random numbers: classes and counts that were drawn are constants.
+
+        Args:
+            f: outputs [n, ...].
+            y: targets, of which only how often they count is used.
+            uniforms: numbers between 0 and 1 [n, n_uniforms].
+        """
+        raise TypeError(f"{type(self).__name__} draws no targets")
 
     def root(self, f: Tensor, y: Tensor, kind: Root, columns: Tensor) -> Tensor:
         """Columns [n, C, K] of a root U of the Hessian's positive semi-definite part.

@@ -56,6 +56,7 @@ class Categorical(Likelihood):
 
     constant_log_prob = True
     discrete = True
+    draws_targets = True
     class_weights: Tensor | None
 
     def __init__(
@@ -113,6 +114,12 @@ class Categorical(Likelihood):
         if f.dim() < 2:
             raise MarglikError(f"expected logits [n, C, ...], got {tuple(f.shape)}")
         return f.movedim(self._axis(f.dim()), -1).flatten(1, -2) if f.dim() > 2 else f.unsqueeze(1)
+
+    def _as_outputs(self, by_position: Tensor, shape: torch.Size) -> Tensor:
+        """Anything [n, T, V] in the shape of the outputs."""
+        axis = self._axis(len(shape))
+        others = shape[:axis] + shape[axis + 1 :]
+        return by_position.reshape(*others, -1).movedim(-1, axis)
 
     def _place(self, columns: Tensor, positions: int, classes: int) -> tuple[Tensor, Tensor]:
         """The position and the class of outputs by their numbers in memory order."""
@@ -201,6 +208,39 @@ class Categorical(Likelihood):
             return self._weights_of(y, log_p).sum(2).sqrt()
         counted = y != self.ignore_index
         return None if counted.all() else counted.to(log_p)
+
+    # ------------------------------------------------------------------------------------- slopes
+
+    def slope(self, f: Tensor, y: Tensor) -> Tensor:
+        """t - s p at every position.
+
+        Args:
+            f: logits [n, C] or [n, C, ...].
+            y: targets.
+        """
+        log_p = self._log_p(f)
+        t = self._weights_of(self._targets(f, y), log_p)
+        return self._as_outputs(t - t.sum(2, keepdim=True) * log_p.exp(), f.shape)
+
+    def n_uniforms(self, shape: torch.Size) -> int:
+        return self._sizes(shape)[1]
+
+    def drawn_slope(self, f: Tensor, y: Tensor, uniforms: Tensor) -> Tensor:
+        """sqrt(s) (e_c - p) with a class c of probability p_c drawn at every position.
+
+        Args:
+            f: logits [n, C] or [n, C, ...].
+            y: targets, which say how often a position counts.
+            uniforms: one for each position [n, T].
+        """
+        log_p = self._log_p(f)
+        p = log_p.exp()
+        below = p.detach().cumsum(2) <= uniforms.unsqueeze(2)
+        classes = p.shape[2]
+        drawn = below.sum(2).clamp(max=classes - 1)
+        slope = one_hot(drawn, classes) - p
+        counts = self._root_counts(f, y, log_p)
+        return self._as_outputs(slope if counts is None else slope * counts.unsqueeze(2), f.shape)
 
     # ---------------------------------------------------------------------------------- curvature
 

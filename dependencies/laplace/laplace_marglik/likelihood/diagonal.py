@@ -13,6 +13,8 @@ from laplace_marglik.errors import MarglikError
 from laplace_marglik.likelihood.base import Likelihood, Root, probit_scaled, scale_text
 
 LOG_TWO_PI = math.log(2 * math.pi)
+# standard deviations beyond which no count is drawn: uniform numbers have 53 bits, so 8.3 of them
+FAR_OUT = 9.0
 
 
 class DiagonalLikelihood(Likelihood):
@@ -35,6 +37,9 @@ class DiagonalLikelihood(Likelihood):
             y: targets, one per datum.
         """
         raise TypeError(f"{type(self).__name__} must define root_diagonal(f, y)")
+
+    def n_uniforms(self, shape: torch.Size) -> int:
+        return shape.numel()
 
     def _sum(self, log_prob: Tensor) -> Tensor:
         return log_prob.reshape(len(log_prob), -1).sum(1)
@@ -75,6 +80,8 @@ class Gaussian(DiagonalLikelihood):
     """
 
     scale_parameters = ("log_temperature", "log_sigma")
+    slope_scale_parameters = ("log_temperature", "log_sigma")
+    draws_targets = True
 
     def __init__(
         self,
@@ -113,6 +120,22 @@ class Gaussian(DiagonalLikelihood):
     def curvature_scale(self) -> Tensor:
         return super().curvature_scale() * torch.exp(-2 * self.log_sigma.double())
 
+    def slope(self, f: Tensor, y: Tensor) -> Tensor:
+        return _matching(y, f) - f
+
+    def slope_scale(self) -> Tensor:
+        return super().slope_scale() * torch.exp(-4 * self.log_sigma.double())
+
+    def drawn_slope(self, f: Tensor, y: Tensor, uniforms: Tensor) -> Tensor:
+        """The noise in units of sigma, which neither outputs nor sigma move.
+
+        Args:
+            f: outputs [n, ...].
+            y: not used.
+            uniforms: one for each output [n, C].
+        """
+        return _normal(uniforms).reshape(f.shape).to(f)
+
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
         return None
 
@@ -127,6 +150,7 @@ class Bernoulli(DiagonalLikelihood):
 
     constant_log_prob = True
     discrete = True
+    draws_targets = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         loss = F.binary_cross_entropy_with_logits(f, _matching(y, f), reduction="none")
@@ -134,6 +158,13 @@ class Bernoulli(DiagonalLikelihood):
 
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
         return torch.exp((F.logsigmoid(f) + F.logsigmoid(-f)) / 2)
+
+    def slope(self, f: Tensor, y: Tensor) -> Tensor:
+        return _matching(y, f) - f.sigmoid()
+
+    def drawn_slope(self, f: Tensor, y: Tensor, uniforms: Tensor) -> Tensor:
+        p = f.sigmoid()
+        return (uniforms.reshape(f.shape) < p.detach()).to(p) - p
 
     def predict(self, f: Tensor) -> Tensor:
         return f.sigmoid()
@@ -152,6 +183,7 @@ class Poisson(DiagonalLikelihood):
 
     constant_log_prob = True
     discrete = True
+    draws_targets = True
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         y = _matching(y, f)
@@ -159,6 +191,13 @@ class Poisson(DiagonalLikelihood):
 
     def root_diagonal(self, f: Tensor, y: Tensor) -> Tensor | None:
         return torch.exp(f / 2)
+
+    def slope(self, f: Tensor, y: Tensor) -> Tensor:
+        return _matching(y, f) - f.exp()
+
+    def drawn_slope(self, f: Tensor, y: Tensor, uniforms: Tensor) -> Tensor:
+        rate = f.exp()
+        return _poisson(rate.detach(), uniforms.reshape(f.shape)) - rate
 
     def predict(self, f: Tensor) -> Tensor:
         return f.exp()
@@ -176,6 +215,7 @@ class HeteroscedasticGaussian(DiagonalLikelihood):
     """
 
     constant_log_prob = True
+    draws_targets = True
 
     @property
     def learns_noise(self) -> bool:
@@ -202,6 +242,22 @@ class HeteroscedasticGaussian(DiagonalLikelihood):
         of_log_variance = torch.full_like(log_variance, 0.5**0.5)
         return torch.cat([of_mean, of_log_variance], 1)
 
+    def slope(self, f: Tensor, y: Tensor) -> Tensor:
+        mean, log_variance = self._split(f)
+        noise = (_matching(y, mean) - mean) * torch.exp(-log_variance / 2)
+        return self._slope_of_noise(noise, log_variance)
+
+    def n_uniforms(self, shape: torch.Size) -> int:
+        return shape.numel() // 2
+
+    def drawn_slope(self, f: Tensor, y: Tensor, uniforms: Tensor) -> Tensor:
+        _, log_variance = self._split(f)
+        return self._slope_of_noise(_normal(uniforms).to(f), log_variance)
+
+    def _slope_of_noise(self, noise: Tensor, log_variance: Tensor) -> Tensor:
+        """In means and log variances, from (y - m) / sqrt(v)."""
+        return torch.cat([noise * torch.exp(-log_variance / 2), (noise.square() - 1) / 2], 1)
+
     def predict(self, f: Tensor) -> Tensor:
         mean, _ = self._split(f)
         return mean
@@ -217,3 +273,21 @@ def _matching(y: Tensor, f: Tensor) -> Tensor:
             raise MarglikError(f"targets {tuple(y.shape)} do not match outputs {tuple(f.shape)}")
         y = y.reshape(f.shape)
     return y.to(f.dtype)
+
+
+def _normal(uniforms: Tensor) -> Tensor:
+    """Standard normal numbers from numbers between 0 and 1."""
+    smallest = torch.finfo(uniforms.dtype).tiny  # zero itself would be infinitely far out
+    return torch.special.ndtri(uniforms.clamp_min(smallest))
+
+
+def _poisson(rate: Tensor, uniforms: Tensor) -> Tensor:
+    """Counts: the least k with P(count <= k) >= u, found by bisection."""
+    low = torch.full_like(rate, -1.0)  # P(count <= low) < u <= P(count <= high)
+    high = torch.ceil(rate + FAR_OUT * rate.sqrt() + FAR_OUT**2)
+    for _ in range(int(high.max().add(1).log2().ceil()) + 1):
+        middle = torch.floor((low + high) / 2)
+        enough = torch.special.gammaincc((middle + 1).clamp_min(0.5), rate) >= uniforms
+        enough &= middle >= 0
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return high

@@ -21,6 +21,7 @@ from asdl_marglik import (
     STRUCTURES,
     Batch,
     Budget,
+    Granularity,
     Groups,
     Network,
     Passes,
@@ -56,8 +57,10 @@ from asdl_marglik.watch.record import Recorder, Use
 from laplace_marglik import checks
 from laplace_marglik.batches import pairs
 from laplace_marglik.errors import MarglikError
+from laplace_marglik.evidence.gradient_rows import DRAWS, GradientRows, curvature_scale
 from laplace_marglik.evidence.rows import NoRows, Rows, cotangents_per_datum, rows_for
 from laplace_marglik.likelihood import Likelihood
+from laplace_marglik.likelihood.base import GradientRoot, Root
 from laplace_marglik.posterior.covariance import Covariance, Shapes
 from laplace_marglik.posterior.dense import DenseCovariance
 from laplace_marglik.posterior.elementwise import Elementwise
@@ -88,6 +91,8 @@ class Setting:
         budget: of memory.
         seed: of augmentations and of the choice of inducing rows.
         labels: name of the targets where batches are mappings.
+        root: "empirical" or "sampled" for these curvatures; any other root for the GGN.
+        samples: draws of each datum for the sampled one.
     """
 
     model: nn.Module
@@ -99,10 +104,12 @@ class Setting:
     augment: nn.Module | None = None
     inducing: int | None = None
     kfac: Literal["expand", "reduce"] = "expand"
-    blocks: Literal["module", "tensor"] = "module"
+    blocks: Granularity = "module"
     budget: Budget = field(default_factory=lambda: Budget(None, None, torch.device("cpu")))
     seed: int = 0
     labels: str | None = None
+    root: Root | GradientRoot | None = None
+    samples: int = 1
 
     def __post_init__(self) -> None:
         if self.structure not in STRUCTURES:
@@ -116,6 +123,11 @@ class Setting:
             raise MarglikError(
                 f"inducing rows are for structure='ntk', got structure={self.structure!r}"
             )
+
+    @property
+    def curvature_scale(self) -> Tensor:
+        """What products of rows are multiplied with, from the likelihood's scales of now."""
+        return curvature_scale(self.likelihood, self.root)
 
     @property
     def shapes(self) -> Shapes:
@@ -247,7 +259,7 @@ class Curvature:
         setting = replace(setting, n_data=state["n_data"])
         x = setting.placed(state["x"])
         plan = setting.planned(x)
-        rows = RowsOfRoot.of(setting.likelihood, plan.output_shape)
+        rows = RowsOfRoot.of(setting, plan.output_shape)
         problem = _problem(setting, plan, rows, state["n_data"], x, double=state["double"])
         parts = _terms(setting.structure, problem)
         if setting.inducing is not None:
@@ -399,7 +411,7 @@ def _fitted(
     example = map_inputs(lambda t: t[:1], x)
     if setting.inducing is not None:
         return _induced(setting, plan, example, batches, now)
-    rows = RowsOfRoot.of(setting.likelihood, plan.output_shape)
+    rows = RowsOfRoot.of(setting, plan.output_shape)
     problem = _problem(setting, plan, rows, n_data, example, double=double)
     passes = _passes(setting, plan, rows, problem, _terms(setting.structure, problem), batches)
     f, statistics = _first(passes)
@@ -423,13 +435,23 @@ class RowsOfRoot:
     cotangents_follow_outputs = True
 
     @staticmethod
-    def of(likelihood: Likelihood, shape: torch.Size) -> RowsOfRoot:
-        """All rows of a likelihood for outputs of a shape."""
-        return RowsOfRoot(rows_for(likelihood, shape, "eigen", shape.numel()))
+    def of(setting: Setting, shape: torch.Size) -> RowsOfRoot:
+        """All rows of a setting for outputs of a shape."""
+        root = setting.root or "eigen"
+        rows = rows_for(setting.likelihood, shape, root, shape.numel(), samples=setting.samples)
+        return RowsOfRoot(rows)
 
     def count(self, shape: torch.Size) -> int:
         """Rows of each datum."""
+        if isinstance(self.rows, GradientRows):
+            return self.rows.samples or 1
         return cotangents_per_datum(self.rows, shape.numel())
+
+    def columns(self, n: int, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """The columns of the next so many data points: all, or the draws of their targets."""
+        if isinstance(self.rows, GradientRows):
+            return self.rows.drawn(n, generator)
+        return torch.arange(shape.numel()).expand(n, -1)
 
     @torch.no_grad()
     def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
@@ -505,7 +527,7 @@ def _passes(
             "(memory_budget); use structure='kfac' or 'diag', fewer weights=[...], or "
             "structure='ntk' with inducing=..."
         )
-    once = _checked(setting, batches, problem.n_data, plan.output_shape.numel())
+    once = _checked(setting, batches, problem.n_data, plan.output_shape)
     return Passes(
         plan,
         parts,
@@ -523,9 +545,11 @@ def _passes(
 
 
 def _checked(
-    setting: Setting, batches: Iterable[tuple[Any, Tensor]], n_data: int, c: int
+    setting: Setting, batches: Iterable[tuple[Any, Tensor]], n_data: int, shape: torch.Size
 ) -> Iterator[Batch]:
-    """Batches where the model is, with the numbers of all root columns; n_data in all."""
+    """Batches where the model is, with the columns of all rows; n_data in all."""
+    rows = RowsOfRoot.of(setting, shape)
+    generator = torch.Generator().manual_seed(setting.seed + DRAWS)
     count = 0
     for x, y in batches:
         y = checks.targets(y).to(setting.device)
@@ -534,7 +558,7 @@ def _checked(
             raise MarglikError("expected as many inputs as targets in every batch of the loader")
         check_inputs(x, count)  # now: the loader may not give them again
         count += len(y)
-        yield x, y, torch.arange(c, device=y.device).expand(len(y), -1)
+        yield x, y, rows.columns(len(y), shape, generator).to(y.device)
     if count != n_data:
         raise MarglikError(
             f"the loader gave {count} data points in all, but n_data={n_data}; the two must agree"
@@ -553,7 +577,7 @@ def _induced(
 ) -> Curvature:
     """The curvature of some root rows: chosen greedily among those of data drawn at random."""
     assert setting.n_data is not None and setting.inducing is not None
-    rows = RowsOfRoot.of(setting.likelihood, plan.output_shape)
+    rows = RowsOfRoot.of(setting, plan.output_shape)
     per_datum = rows.count(plan.output_shape)
     count = min(setting.n_data, -(-CANDIDATES * setting.inducing // per_datum))
     generator = torch.Generator().manual_seed(setting.seed)

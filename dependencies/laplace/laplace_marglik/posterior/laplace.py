@@ -41,6 +41,7 @@ from laplace_marglik import checks
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.block import status_of
 from laplace_marglik.evidence.evidence import Evidence
+from laplace_marglik.evidence.gradient_rows import is_gradient
 from laplace_marglik.likelihood import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from laplace_marglik.posterior.covariance import (
     Covariance,
@@ -102,7 +103,7 @@ class LaplacePosterior:
         self.likelihood.check_scales()
         log_precision = self._prior.log_precision.detach().double()
         with torch.no_grad():
-            scale = self.likelihood.curvature_scale()
+            scale = self.setting.curvature_scale
         curvature = curvature_of(self.setting, loader, scale, log_precision)
         return self.settle(curvature, log_precision, self._prior.squares(self.setting.weights))
 
@@ -117,7 +118,7 @@ class LaplacePosterior:
             log_precision: of the prior's groups, in float64.
             squares: sums of (w - mean)^2 for each of them.
         """
-        scale = self.likelihood.curvature_scale()
+        scale = self.setting.curvature_scale
         self.curvature = curvature
         self._covariances = curvature.covariances(scale, log_precision)
         scatter = (log_precision.exp() * squares).sum()
@@ -134,7 +135,8 @@ class LaplacePosterior:
         structure = self.setting.structure
         n_data = len(curvature.y)
         log_prob = self.likelihood.tempered_log_prob(curvature.f, curvature.y)
-        status = status_of(structure, True, everything=True)
+        true_root = not is_gradient(self.setting.root)
+        status = status_of(structure, true_root, everything=True)
         return Evidence(
             log_likelihood=log_prob.sum(),
             scatter=scatter,
@@ -554,6 +556,8 @@ class LaplacePosterior:
             "version": VERSION,
             "structure": self.setting.structure,
             "inducing": self.setting.inducing,
+            "root": self.setting.root,
+            "samples": self.setting.samples,
             "weights": {name: list(w.shape) for name, w in self.setting.weights.items()},
             "checksum": self._checksum,
             "covariances": [covariance.state() for covariance in covariances],
@@ -574,8 +578,9 @@ class LaplacePosterior:
         """
         self._check_state(state)
         self.likelihood.load_state_dict(state["likelihood_state"])
-        names = ("structure", "inducing", "n_data", "seed")
-        self.setting = replace(self.setting, **{name: state[name] for name in names})
+        names = ("structure", "inducing", "n_data", "seed", "root", "samples")
+        known = {name: state[name] for name in names if name in state}
+        self.setting = replace(self.setting, **known)
         device = self.setting.device
         self._covariances = [from_state(block, device) for block in state["covariances"]]
         log_likelihood, scatter, log_det = state["evidence"]
