@@ -24,6 +24,7 @@ from ntkmarglik.runs.records import grouped, mean_and_error, values
 
 QUANTITIES = {"log_marglik": "log evidence / datum", "test_log_likelihood": "test log-likelihood"}
 FAINT = 0.3
+LETTER = 0.02  # width of a letter of a name, of that of a panel
 OF_ALL_DATA = "black"  # estimators that see all data at once, those before the paper's
 
 
@@ -123,21 +124,21 @@ def _draw(axes: Axes, points: list[Point]) -> None:
 
 
 def _window(axes: Axes, points: list[Point], best: list[Point]) -> None:
-    """Room for the front and all data; what lies far below is cut off, and said so."""
-    high = max(p.value for p in best)
-    low = min(p.value for p in points if p in best or p.all_data)
+    """Room for the front; what lies far below it is cut off, and said so."""
+    high, low = max(p.value for p in best), min(p.value for p in best)
     spread = max(high - low, 1e-3)
-    floor = max(min(p.value for p in points), low - spread)
-    axes.set_ylim(floor - 0.08 * spread, high + 0.25 * spread)
+    floor = min(p.value for p in points if p.value >= low - spread)
+    axes.set_ylim(floor - 0.18 * spread, high + 0.25 * spread)
     first, last = min(p.seconds for p in points), max(p.seconds for p in points)
     # names stand left of the front
     axes.set_xlim(first / (last / first) ** 0.6, last * (last / first) ** 0.08)
-    below = sum(p.value < floor for p in points)
+    below = [p for p in points if p.value < floor]
     if below:
         axes.text(
             0.98,
             0.02,
-            f"{below} lower, not shown",
+            _unseen(below),
+            in_layout=False,
             transform=axes.transAxes,
             ha="right",
             fontsize=6,
@@ -145,19 +146,33 @@ def _window(axes: Axes, points: list[Point], best: list[Point]) -> None:
         )
 
 
+def _unseen(points: list[Point]) -> str:
+    """What is cut off, with the values of estimators of all data."""
+    named = [f"{p.label} ({p.value:.2f})" for p in points if p.all_data]
+    others = len(points) - len(named)
+    parts = [*named, *([f"{others} more" if named else str(others)] if others else [])]
+    return f"{', '.join(parts)} lower, not shown"
+
+
 def _name(axes: Axes, best: list[Point]) -> None:
     """Names left of the front's points and above, where nothing is; moved up where they meet."""
     place, (low, high) = -np.inf, axes.get_ylim()
+    first, last = np.log(axes.get_xlim())
+    before = -np.inf  # where the name before ends
     for point in best:
+        end = (np.log(point.seconds) - first) / (last - first)
+        if end - LETTER * len(point.label) > before:
+            place = -np.inf
         place = max((point.value - low) / (high - low) + 0.015, place + 0.05)
+        before = end
         at = (point.seconds / 1.08, low + place * (high - low))
         axes.text(*at, point.label, fontsize=6, ha="right", va="bottom", color=point.colour)
 
 
 def _name_beside(axes: Axes, points: list[Point]) -> None:
-    """Names below points that are not on the front."""
+    """Names below points that are not on the front, if these are in sight."""
     low, high = axes.get_ylim()
-    for point in points:
+    for point in (p for p in points if p.value >= low):
         at = (1.1 * point.seconds, point.value - 0.025 * (high - low))
         axes.text(*at, point.label, fontsize=6, ha="right", va="top", color=point.colour)
 
