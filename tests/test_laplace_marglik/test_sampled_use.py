@@ -110,7 +110,7 @@ def test_normalised_networks_without_their_scales():
         samples=2,
         exclude=["*norm*"],
         scaling="g-prior",
-        solver=ConjugateGradients(tolerance=0.1, max_iterations=5),
+        solver=ConjugateGradients(tolerance=0.1, max_iterations=100),
         generator=torch.Generator().manual_seed(0),
     )
     loader = [(data.x_train, data.y_train)]
@@ -183,7 +183,17 @@ def test_what_cannot_work_is_refused():
     ):
         with pytest.raises(MarglikError, match=message):
             exact.sampled(**{"samples": 2, "together": 1, **options})
-    for settings in ({"passes": 0}, {"momentum": 1.0}, {"noise_in": "both"}, {"clip": -1}):
+    for settings in (
+        {"steps": 0},
+        {"steps": 2.5},
+        {"tolerance": 0.0},
+        {"momentum": 1.0},
+        {"averaging": 1.0},
+        {"decay": 2.0},
+        {"noise_in": "both"},
+        {"clip": -1},
+        {"rate": math.nan},
+    ):
         with pytest.raises(MarglikError, match=next(iter(settings))):
             Sgd(**settings)
     posterior = exact.sampled(2, ConjugateGradients(tolerance=1e-2))
@@ -209,7 +219,7 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(MarglikError, match="call refit"):
         posterior.predict(exact.x)
     with pytest.raises(MarglikError, match="smaller one"):
-        exact.sampled(2, Sgd(passes=100, rate=100.0, clip=math.inf)).fit(exact.loader)
+        exact.sampled(2, Sgd(rate=100.0, clip=math.inf)).fit(exact.loader)
 
 
 # ------------------------------------------------------------------------------------------- digits
