@@ -11,7 +11,7 @@ import pytest
 from generators import ROOT, printed, script
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.problem.models import DEPTH, MODELS
+from ntkmarglik.problem.models import DEPTH, MODELS, build
 from ntkmarglik.programs.classify.config import parse
 from ntkmarglik.programs.classify.run import main
 from ntkmarglik.programs.grid.config import parse as parse_grid
@@ -200,6 +200,27 @@ def test_the_paper_is_complete():
     prior, invariance = script_of("tiny")
     assert [label_of(c) for c in prior.configs] == ["map", "ntk-400-1", "kfac-400-1"]
     assert [label_of(c) for c in invariance.configs] == ["augerino", "ntk-70-1 iid", "kfac-60-1"]
+
+
+def test_the_demonstration_of_the_slides(capsys):
+    """ResNet-18 of 11 million weights on all of CIFAR-100; small: a hundred thousand on 5,000."""
+    sizes = {}
+    for scale in ("full", "small"):
+        (experiment,) = script("generate_sampled_commands").experiments(scale)
+        (line, *_) = experiment.commands(Path("runs"), [0], device="cpu")
+        config = parse(shlex.split(line)[2:])
+        settings = config.flat()
+        size = {name: settings[name] for name in ("depth", "width")}
+        model = build("resnet_norm", (3, 32, 32), 100, **size)
+        sizes[scale] = sum(p.numel() for p in model.parameters()), settings["n_data"]
+        assert settings["g_prior"] and settings["burnin"] == settings["epochs"]
+        assert (
+            main(config.updated(dataset="digits", n_data=8, width=1, dry_run=True).arguments()) == 0
+        )
+    assert sizes["full"][0] > 11e6 and sizes["full"][1] == 0
+    assert sizes["small"][0] > 1e5 and sizes["small"][1] >= 5000
+    full = load("cifar100-sampled").sampling
+    assert (full.samples, full.em_steps, full.em_precision, full.solver) == (6, 10, 1000, "sgd")
 
 
 def kinds(scale):
