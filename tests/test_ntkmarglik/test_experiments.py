@@ -214,9 +214,8 @@ def test_the_demonstration_of_the_slides(capsys):
         model = build("resnet_norm", (3, 32, 32), 100, **size)
         sizes[scale] = sum(p.numel() for p in model.parameters()), settings["n_data"]
         assert settings["g_prior"] and settings["burnin"] == settings["epochs"]
-        assert (
-            main(config.updated(dataset="digits", n_data=8, width=1, dry_run=True).arguments()) == 0
-        )
+        tiny = {"dataset": "digits", "n_data": 8, "subset": 4, "width": 1, "depth": 10}
+        assert main(config.updated(**tiny, dry_run=True).arguments()) == 0
     assert sizes["full"][0] > 11e6 and sizes["full"][1] == 0
     assert sizes["small"][0] > 1e5 and sizes["small"][1] >= 5000
     full = load("cifar100-sampled").sampling
