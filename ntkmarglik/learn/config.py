@@ -80,13 +80,17 @@ class Sampling:
     solver: Literal["cg", "sgd"] = "cg"
     """Conjugate gradients, in passes over all data, or minibatch gradients with Nesterov momentum."""
     solver_passes: PositiveInt = 50
-    """Passes over the data for a set of samples; with cg at most."""
+    """Passes of cg over the data for a set of samples, at most."""
+    solver_steps: NonNegativeInt = 0
+    """Minibatch steps of sgd for a set of samples, at most; 0 = as many as the spectrum asks for."""
     solver_tolerance: PositiveFloat = 0.01
-    """Relative residual at which cg ends."""
+    """Relative residual at which a solver ends; a result that does not reach it is marked."""
     preconditioner_rows: NonNegativeInt = 0
     """Rows of the data that make a preconditioner for cg; as many vectors of all weights are kept."""
     em_steps: PositiveInt = 1
     """EM steps on the prior in each round."""
+    em_precision: NonNegativeFloat = 0.0
+    """Prior precision from which EM steps start: few passes solve for samples of a large one; 0 = --prior-precision."""
     g_prior: bool = False
     """Scale features to unit curvature; the learned precision is then that of scaled weights, and weights are trained with the initial one."""
     curvature: Literal["outputs", "averaged"] = "outputs"

@@ -252,8 +252,8 @@ class Trainer:
         advice = f"A smaller --lr-hyp (now {self.training.lr_hyp:g}) usually helps."
         if self.method.learns_by == "samples":
             advice = (
-                "Another --prior-precision to start from, more --solver-passes or fewer "
-                "--em-steps may help."
+                "Another --prior-precision to start from, more --solver-passes or --solver-steps, "
+                "or fewer --em-steps may help."
             )
         raise NtkMarglikError(
             f"The evidence or the prior became infinite or NaN in epoch {self.epoch}. "

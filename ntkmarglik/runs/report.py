@@ -82,6 +82,8 @@ def table(runs: Runs) -> Table:
     if any(s.get("log_marglik_interval") for s in summaries):
         result.add_row("exact log evidence is within", *map(_interval, summaries))
     result.add_row("evidence is", *(_status(s) for s in summaries))
+    if any("samples_converged" in s for s in summaries):
+        result.add_row("largest residual of samples", *map(_residual, summaries))
     if any("sigma" in s for s in summaries):
         result.add_row("posterior width sigma", *(_width(s) for s in summaries))
         result.add_row(
@@ -106,6 +108,13 @@ def _evidence(summary: Metrics) -> str:
 def _interval(summary: Metrics) -> str:
     interval = summary.get("log_marglik_interval")
     return f"{interval[0]:.4f} to {interval[1]:.4f}" if interval else "-"
+
+
+def _residual(summary: Metrics) -> str:
+    if "samples_converged" not in summary:
+        return "-"
+    mark = "" if summary["samples_converged"] else " (not converged)"
+    return f"{summary['sample_residual']:.2g}{mark}"
 
 
 def _status(summary: Metrics) -> str:

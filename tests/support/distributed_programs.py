@@ -149,7 +149,7 @@ def samples(ranks, solver, scaling, curvature):
 
 def check_samples(ranks):
     exact = ConjugateGradients(1e-12, 4, rows=3)
-    steps = Sgd(2, noise_in="data")
+    steps = Sgd(4, tolerance=1e3, noise_in="data")
     for settings in (
         (exact, "g-prior", "outputs"),
         (steps, "none", "outputs"),

@@ -35,7 +35,7 @@ RUNS = {
     "elbo": "--method elbo --augment affine --antithetic",
     "de-elbo": "--method de-elbo --posterior group",
     "sampled": "--method sampled --baseline",
-    "sampled-sgd": "--method sampled --solver sgd --g-prior",
+    "sampled-sgd": "--method sampled --solver sgd --solver-steps 8 --g-prior",
 }
 
 

@@ -8,10 +8,12 @@ from exact_posterior import EXACT, ROUGH, Exact, N, log_evidence
 from torch import nn
 
 from laplace_marglik import GaussianPrior, SampledLaplace
+from laplace_marglik.errors import MarglikError
 from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
 from laplace_marglik.posterior.sampled.dimension import mackay
 from laplace_marglik.posterior.sampled.mode import LinearModel
 from laplace_marglik.posterior.sampled.precondition import RowPreconditioner, root_rows
+from laplace_marglik.posterior.sampled.rounds import Plan, Residual, descend
 
 # ------------------------------------------------------------------------------------------ samples
 
@@ -101,7 +103,7 @@ def test_gradient_noise_is_as_predicted():
 )
 def test_stochastic_gradients_reach_the_same_samples(exact, noise_in):
     expected = exact.sampled(4).fit(exact.loader)
-    settings = Sgd(passes=60, noise_in=noise_in)
+    settings = Sgd(noise_in=noise_in)
     found = exact.sampled(4, settings).fit(exact.loader)
     error = (found.weight_samples - expected.weight_samples).norm(
         dim=1
@@ -111,11 +113,76 @@ def test_stochastic_gradients_reach_the_same_samples(exact, noise_in):
     assert (found.mode - expected.mode).norm() < 0.15 * expected.mode.norm()
 
 
-def test_few_steps_are_visible_in_the_residual(exact):
-    rough = exact.sampled(2, ConjugateGradients(tolerance=1e-10, max_iterations=3)).fit(
-        exact.loader
+@pytest.mark.parametrize("batch", [11, 30])
+def test_minibatch_gradients_agree_with_conjugate_gradients_at_their_defaults(batch):
+    """Also where the last batch is shorter: 11, 11 and 8."""
+    exact = Exact(structure="scalar")
+    loader = list(zip(exact.x.split(batch), exact.y.split(batch), strict=True))
+    expected = exact.sampled(4).fit(exact.loader)
+    found = exact.sampled(4, Sgd())
+    found.fit(loader)
+    dense = torch.linalg.solve(exact.h, _right_hand_sides(found, exact).mT).mT
+    error = exact_norm(found.weight_samples - dense, exact) / exact_norm(dense, exact)
+    assert error.max() < 0.05 and found.converged
+    assert found.diagnostics()["mode_error"] <= 0.01
+    assert (found.mode - expected.mode).norm() < 0.02 * expected.mode.norm()
+    assert found.update_prior(loader).item() == pytest.approx(
+        (found_gamma(dense, exact) / expected.mode.square().sum()).item(), rel=0.05
     )
-    assert rough.diagnostics()["steps"] == 3 and max(rough.diagnostics()["residuals"]) > 1e-4
+
+
+def _right_hand_sides(posterior, exact):
+    system = posterior.system(exact.loader)
+    return system.prior_noise(range(posterior.samples), exact.w) + posterior._u
+
+
+def exact_norm(vectors, exact):
+    """|v|_H of each vector."""
+    return (vectors @ exact.h * vectors).sum(1).sqrt()
+
+
+def found_gamma(z, exact):
+    """The effective dimension in function space by samples z."""
+    return (z @ exact.m * z).sum(1).mean()
+
+
+def test_rounds_calm_down_where_batches_contradict_each_other():
+    """Two batches in directions of their own: the first batch's spectrum misses the second's."""
+    h = [torch.diag(torch.tensor(d, dtype=torch.float64)) for d in ([1.0, 0.0], [0.0, 400.0])]
+    b = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    whole = sum(h) + torch.eye(2, dtype=torch.float64)
+
+    def residual(z):
+        r = z @ whole - b
+        return Residual(
+            lambda d, i: 2 * d @ h[i] + d + r,
+            r.norm(dim=1, keepdim=True),
+            (r.norm() / b.norm()).item(),
+            0.5 * (z * (r - b)).sum(1),
+        )
+
+    z = torch.zeros(1, 2, dtype=torch.float64)
+    plan = Plan.of(Sgd(), steepest=2.0, flattest=1.0, n_batches=2)
+    reached = descend(residual, lambda: range(2), z, Sgd(), plan)
+    assert reached.residual <= 0.01 and (z @ whole - b).norm() <= 0.011 * b.norm()
+    with pytest.raises(MarglikError, match="step"):
+        descend(residual, lambda: range(2), torch.zeros_like(z), Sgd(rate=1.0, clip=1e9), plan)
+
+
+@pytest.mark.parametrize(
+    "solver, more",
+    [
+        (ConjugateGradients(tolerance=1e-10, max_iterations=3), "max_iterations"),
+        (Sgd(steps=3), "solver='cg'"),
+    ],
+)
+def test_few_steps_are_said_and_marked(exact, solver, more):
+    rough = exact.sampled(2, solver)
+    with pytest.warns(UserWarning, match=f"not converged: after 3 steps .*{more}"):
+        rough.fit(exact.loader)
+    diagnostics = rough.diagnostics()
+    assert diagnostics["steps"] == 3 and max(diagnostics["residuals"]) > 1e-4
+    assert not diagnostics["converged"] and not rough.converged
 
 
 def test_errors_bound_what_residuals_hide():

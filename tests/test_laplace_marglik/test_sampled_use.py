@@ -3,6 +3,7 @@ network.
 """
 
 import math
+import os
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_normalised_networks_without_their_scales():
         samples=2,
         exclude=["*norm*"],
         scaling="g-prior",
-        solver=ConjugateGradients(tolerance=0.1, max_iterations=5),
+        solver=ConjugateGradients(tolerance=0.1, max_iterations=100),
         generator=torch.Generator().manual_seed(0),
     )
     loader = [(data.x_train, data.y_train)]
@@ -183,7 +184,17 @@ def test_what_cannot_work_is_refused():
     ):
         with pytest.raises(MarglikError, match=message):
             exact.sampled(**{"samples": 2, "together": 1, **options})
-    for settings in ({"passes": 0}, {"momentum": 1.0}, {"noise_in": "both"}, {"clip": -1}):
+    for settings in (
+        {"steps": 0},
+        {"steps": 2.5},
+        {"tolerance": 0.0},
+        {"momentum": 1.0},
+        {"averaging": 1.0},
+        {"decay": 2.0},
+        {"noise_in": "both"},
+        {"clip": -1},
+        {"rate": math.nan},
+    ):
         with pytest.raises(MarglikError, match=next(iter(settings))):
             Sgd(**settings)
     posterior = exact.sampled(2, ConjugateGradients(tolerance=1e-2))
@@ -209,7 +220,7 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(MarglikError, match="call refit"):
         posterior.predict(exact.x)
     with pytest.raises(MarglikError, match="smaller one"):
-        exact.sampled(2, Sgd(passes=100, rate=100.0, clip=math.inf)).fit(exact.loader)
+        exact.sampled(2, Sgd(rate=100.0, clip=math.inf)).fit(exact.loader)
 
 
 # ------------------------------------------------------------------------------------------- digits
@@ -265,3 +276,49 @@ def test_digits_network():
         network = -nn.functional.cross_entropy(model(data.x_test), data.y_test)
     # averaged curvature mends more than half of what samples lose
     assert better > (laplace + network) / 2
+
+
+REAL = [
+    pytest.mark.data,
+    pytest.mark.skipif(
+        "NTKMARGLIK_DATA" not in os.environ, reason="set NTKMARGLIK_DATA to the data root"
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dataset, n_data, precision",
+    [("digits", 200, 1.0), pytest.param("mnist", 500, 5.0, marks=REAL)],
+)
+def test_both_solvers_learn_the_same_from_real_data(dataset, n_data, precision):
+    """At their default settings, with the same noise: to half the standard error."""
+    data = load(dataset, os.environ.get("NTKMARGLIK_DATA", "data"), n_data=n_data)
+    model = build("cnn", data.input_shape, data.n_classes)
+    prior = GaussianPrior(model, "scalar", precision)
+    ml = MarginalLikelihood(model, "classification", n_data=n_data, prior=prior)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(40):
+        for index in torch.randperm(n_data).split(128):
+            optimizer.zero_grad()
+            ml.map_loss(data.x_train[index], data.y_train[index]).backward()
+            optimizer.step()
+    loader = list(zip(data.x_train.split(128), data.y_train.split(128), strict=True))
+    found = {}
+    for solver in (ConjugateGradients(tolerance=0.01), Sgd()):
+        posterior = SampledLaplace(
+            model,
+            "classification",
+            n_data=n_data,
+            prior=prior,
+            samples=4,
+            solver=solver,
+            together=4,
+            generator=torch.Generator().manual_seed(1),
+        ).fit(loader)
+        gamma, error = posterior.diagnostics()["effective_dimension"]
+        squares = posterior.mode.square().sum().item()
+        found[type(solver)] = gamma, gamma / squares, error
+    (gamma, learned, error), (by_steps, also, _) = found.values()
+    assert abs(by_steps - gamma) < 0.5 * error
+    assert abs(also / learned - 1) < 0.5 * error / gamma

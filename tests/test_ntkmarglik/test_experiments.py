@@ -11,7 +11,7 @@ import pytest
 from generators import ROOT, printed, script
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.problem.models import DEPTH, MODELS
+from ntkmarglik.problem.models import DEPTH, MODELS, build
 from ntkmarglik.programs.classify.config import parse
 from ntkmarglik.programs.classify.run import main
 from ntkmarglik.programs.finetune.config import parse as parse_finetuning
@@ -271,6 +271,26 @@ def test_another_reading_differs_where_it_says_and_has_folders_of_its_own(
     lines = printed(generator, capsys, monkeypatch, "--variant", variant)
     commands = [line for line in lines if not line.startswith("#")]
     assert commands and all(f"-{variant}" in line.split(" --out ")[1] for line in commands)
+
+
+def test_the_demonstration_of_the_slides(capsys):
+    """ResNet-18 of 11 million weights on all of CIFAR-100; small: a hundred thousand on 5,000."""
+    sizes = {}
+    for scale in ("full", "small"):
+        (experiment,) = script("generate_sampled_commands").experiments(scale)
+        (line, *_) = experiment.commands(Path("runs"), [0], device="cpu")
+        config = parse(shlex.split(line)[2:])
+        settings = config.flat()
+        size = {name: settings[name] for name in ("depth", "width")}
+        model = build("resnet_norm", (3, 32, 32), 100, **size)
+        sizes[scale] = sum(p.numel() for p in model.parameters()), settings["n_data"]
+        assert settings["g_prior"] and settings["burnin"] == settings["epochs"]
+        tiny = {"dataset": "digits", "n_data": 8, "subset": 4, "width": 1, "depth": 10}
+        assert main(config.updated(**tiny, dry_run=True).arguments()) == 0
+    assert sizes["full"][0] > 11e6 and sizes["full"][1] == 0
+    assert sizes["small"][0] > 1e5 and sizes["small"][1] >= 5000
+    full = load("cifar100-sampled").sampling
+    assert (full.samples, full.em_steps, full.em_precision, full.solver) == (6, 10, 1000, "sgd")
 
 
 def kinds(scale):

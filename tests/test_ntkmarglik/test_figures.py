@@ -75,7 +75,10 @@ def data(tmp_path):
         tmp_path / "methods.csv", records.RUN_COLUMNS, [row(label, 0, n) for n, label in numbered]
     )
     # measured, not made up
-    committed = ("scaling", "bound_grid_prior", "sampled", "finetune", "conditioned_slack")
+    committed = (
+        *("scaling", "bound_grid_prior", "sampled", "sampled_variance", "sampled_count"),
+        *("finetune", "conditioned_slack"),
+    )
     for name in (f"{stem}.csv" for stem in committed):
         shutil.copy(ILLUSTRATIONS / "data" / name, tmp_path)
     return tmp_path

@@ -1,5 +1,7 @@
 """--method sampled: the runner learns the prior by EM, predicts with samples, and resumes."""
 
+import shlex
+
 import pytest
 import torch
 from killed_runs import kill
@@ -79,9 +81,32 @@ def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path):
     assert results(tmp_path / "run") == results(tmp_path / "first")
 
 
+def test_what_has_not_converged_is_said_and_marked(tmp_path, capsys):
+    flags = [*FLAGS, *shlex.split("--solver sgd --solver-steps 2 --no-baseline --out")]
+    summary = run(parse([*flags, str(tmp_path / "run")]))["sampled-2"][1]
+    said = capsys.readouterr()
+    assert not summary["samples_converged"] and "(not converged)" in said.out
+    assert said.err.count("have not converged") == 1 and "--solver-steps" in said.err
+    assert "not used with --solver sgd: --solver-passes 3" in said.err
+
+
+def test_samples_start_from_a_precision_of_their_own():
+    flags = [
+        *FLAGS,
+        *shlex.split("--em-precision 300 --solver-tolerance 1 --burnin 1 --epochs 1"),
+    ]
+    method = METHODS["sampled"](prepare(parse(flags), load("digits", "data", n_data=64)))
+    starts = []
+    sample = method.sample
+    method.sample = lambda: (starts.append(method.posterior.prior.precision.clone()), sample())
+    method.learn(1)
+    assert starts[0].detach().allclose(torch.tensor(300.0)) and method.posterior.converged
+
+
 @pytest.mark.parametrize(
     "flags, parts",
     [
+        ("--solver-steps -1", ["--solver-steps", "at least 0"]),
         ("--augment affine", ["--method sampled", "--augment none"]),
         ("--samples 0", ["--samples", "greater than 0"]),
         ("--ladder 1", ["--ladder", "at least 2"]),

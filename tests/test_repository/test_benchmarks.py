@@ -10,10 +10,12 @@ import house
 import measure
 import pytest
 import sampled
+import sampled_noise
 import torch
 from measure import Case
 from programs import ROOT, run
 
+from ntkmarglik.problem.data import load
 from ntkmarglik.problem.models import check_uses
 from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.config import parse
@@ -193,6 +195,25 @@ def test_a_study_of_samples_has_every_column_of_the_committed_table(tmp_path):
     assert list(committed[0]) == list(row) and {r["dataset"] for r in committed} <= set(
         sampled.STUDIES
     )
+
+
+def test_the_pictures_of_samples_have_the_columns_of_the_committed_ones(tmp_path):
+    tiny = sampled_noise.Study(
+        *("digits", "mlp", 12, 20, (1, 2), (1.0, 100.0), (2, 4), (0, 3), 2.0, (1, 2)),
+        seeds=1,
+        width=4,
+    )
+    data = load("digits", "data", n_data=12)
+    for make, name in sampled_noise.PICTURES.values():
+        torch.manual_seed(0)
+        rows = make(tiny, data)
+        sampled_noise.write(rows, tmp_path / name)
+        committed = read(ROOT / "illustrations/data" / name)
+        assert list(read(tmp_path / name)[0]) == list(committed[0])
+    measured = [row for row in sampled_noise.variance(tiny, data) if row["kind"] == "measured"]
+    assert len(measured) == 2 * 3 and all(row["data"] > 0 < row["prior"] for row in measured)
+    start = {row["batch"]: row["data"] / row["prior"] for row in measured if row["step"] == 0}
+    assert all(ratio > 0.5 for ratio in start.values())
 
 
 @pytest.mark.parametrize("lines, is_long", [(38, False), (39, True)])

@@ -4,13 +4,19 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from laplace_marglik import Evidence, GaussianPrior, SampledLaplace
+from laplace_marglik.errors import NotConverged
 from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
 from laplace_marglik.schedule import is_due
 from ntkmarglik.errors import NtkMarglikError
@@ -20,7 +26,10 @@ from ntkmarglik.learn.evaluate import joint_log_likelihood, metrics
 from ntkmarglik.learn.methods.base import ROUNDS, Learned, Method, Problem
 from ntkmarglik.learn.methods.mode import AtMode
 from ntkmarglik.runs.loggers import Metrics
+from ntkmarglik.settings import warn_unused
 
+# settings of the other solver
+OTHER_SOLVER = {"cg": {"solver_steps"}, "sgd": {"solver_passes", "preconditioner_rows"}}
 BATCH = 250  # inputs whose predictions are made at once
 
 
@@ -33,7 +42,9 @@ class SampledScore(AtMode):
     def __init__(self, problem: Problem):
         super().__init__(problem)
         sampling = problem.config.sampling
-        solver: ConjugateGradients | Sgd = Sgd(passes=sampling.solver_passes)
+        solver: ConjugateGradients | Sgd = Sgd(
+            sampling.solver_steps or None, sampling.solver_tolerance
+        )
         if sampling.solver == "cg":
             solver = ConjugateGradients(
                 sampling.solver_tolerance, sampling.solver_passes, sampling.preconditioner_rows
@@ -59,6 +70,7 @@ class SampledScore(AtMode):
             ranks=problem.ranks,
         )
         self._fitted = False
+        self._said = False  # that samples have not converged
 
     @classmethod
     def memory(cls, problem: Problem) -> int:
@@ -88,11 +100,32 @@ class SampledScore(AtMode):
         """Samples at the present weights and precision: anew the first time, then from where they
         were.
         """
-        if self._fitted:
-            self.posterior.refit(self.batches())
-        else:
-            self.posterior.fit(self.batches())
+        with self._marked():
+            if self._fitted:
+                self.posterior.refit(self.batches())
+            else:
+                self.posterior.fit(self.batches())
         self._fitted = True
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """In place of a warning of each solution, one when the first is not converged.
+
+        Every result says whether it is: in the record of the round, the summary and the table.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotConverged)
+            yield
+        if not self.posterior.converged and not self._said:
+            self._said = True
+            found = self.describe()
+            reached = f"residual {found['sample_residual']:.2g}, mode {found['mode_error']:.2g}"
+            print(
+                f"warning: the samples have not converged ({reached}; --solver-tolerance "
+                f"{self.posterior.solver.tolerance:g}): give more --solver-passes (cg) or "
+                "--solver-steps (sgd), or a larger --em-precision",
+                file=sys.stderr,
+            )
 
     def evidence(self) -> Evidence:
         self.sample()
@@ -157,6 +190,7 @@ class SampledScore(AtMode):
             "sample_error": max(diagnostics["errors"]),
             "sample_steps": diagnostics["steps"],
             "mode_error": diagnostics["mode_error"],
+            "samples_converged": diagnostics["converged"],
         }
 
     def state(self) -> dict[str, Any]:
@@ -197,16 +231,23 @@ class Sampled(SampledScore):
                 "--method sampled learns the prior only; use --augment none, or --method ntk or "
                 "kfac."
             )
+        solver = config.sampling.solver
+        warn_unused(config, OTHER_SOLVER[solver], f"--solver {solver}")
 
     def learn(self, epoch: int) -> Learned | None:
         training = self.problem.config.training
         if not is_due(epoch, training.burnin, training.frequency):
             return None
+        start = self.problem.config.sampling.em_precision
+        if start and not self._fitted:
+            with torch.no_grad():
+                self.posterior.prior.log_precision.fill_(math.log(start))
         self.sample()
         steps = self.problem.config.sampling.em_steps
         start = time.perf_counter()
         for _ in range(steps):
-            self.posterior.update_prior(self.batches())
+            with self._marked():
+                self.posterior.update_prior(self.batches())
         seconds = (time.perf_counter() - start) / steps
         precisions = self.problem.prior.precisions()
         metrics: Metrics = {
@@ -231,13 +272,17 @@ class Sampled(SampledScore):
             start = time.perf_counter()
             system.add_curvature_(torch.zeros_like(z), z, next(system.whole_batches()))
             seconds = time.perf_counter() - start
-        return (
-            seconds
-            * len(batches)
-            * sampling.solver_passes
-            * (sampling.samples + 1)
-            * (1 + sampling.em_steps)
-        )
+        return seconds * self._batch_products() * (sampling.samples + 1) * (1 + sampling.em_steps)
+
+    def _batch_products(self) -> int:
+        """Products with the curvature of a batch for one sample, at most, but for sgd's residuals.
+
+        Steps that only a spectrum would tell are taken for as many as passes of cg.
+        """
+        sampling = self.problem.config.sampling
+        if sampling.solver == "sgd" and sampling.solver_steps:
+            return sampling.solver_steps
+        return sampling.solver_passes * len(self.batches())
 
 
 def _n_parameters(problem: Problem) -> int:

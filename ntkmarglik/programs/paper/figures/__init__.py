@@ -10,6 +10,7 @@ from ntkmarglik.programs.paper.figures import (
     methods,
     pareto,
     sampled,
+    sampled_noise,
     scaling,
     scheme,
     subsets,
@@ -28,6 +29,7 @@ FIGURES: dict[str, Callable[[Path, Path], None]] = {
         subsets,
         scaling,
         sampled,
+        sampled_noise,
         finetune,
     )
     for name, draw in module.FIGURES.items()

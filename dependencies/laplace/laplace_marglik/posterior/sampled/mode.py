@@ -11,20 +11,13 @@ gradients. Outputs are linear in theta, so that a line search needs no further p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from laplace_marglik.posterior.sampled.solve import (
-    RATE,
-    ConjugateGradients,
-    Sgd,
-    conjugate_gradients,
-    largest_eigenvalue,
-    nesterov,
-)
+from laplace_marglik.posterior.sampled.rounds import Plan, Residual, Sgd, descend
+from laplace_marglik.posterior.sampled.solve import ConjugateGradients, conjugate_gradients, norms
 from laplace_marglik.posterior.sampled.system import Portion, Seen, System
 
 # relative residual of a Newton system: the next step corrects its error
@@ -33,6 +26,8 @@ INEXACT = 0.1
 SUFFICIENT_DECREASE = 1e-4
 # of a Newton step: if not even such a short one lowers the loss, rounding hides the gain
 SHORTEST_STEP = 1e-6
+# of the data's noise, to which a gradient is compared at least: a mode at the prior's mean has none
+LEAST_SIGNAL = 1e-3
 LEAST_NORM = 1e-300  # against a division by zero; near the least number in float64
 
 
@@ -104,11 +99,6 @@ class LinearModel:
         seen.check()
         return outputs
 
-    def _outputs(self, theta: Tensor, x: Any) -> Tensor:
-        """h(theta) [n, ...] of one batch."""
-        f, pushed = self._pushed(theta, x)
-        return f + pushed
-
     def _pushed(self, theta: Tensor, x: Any) -> tuple[Tensor, Tensor]:
         """The two terms of h(theta): f and J (theta - w), or 0 and J theta."""
         vector = theta - self.origin if self.offset else theta
@@ -167,15 +157,26 @@ class LinearModel:
         self.system.over_ranks_(gradient, "gradient of the linear model")
         return self.system.layout.dots(gradient, gradient)[0] / self.system.precision.square()
 
-    def batch_gradient(self, theta: Tensor, batch: Portion) -> Tensor:
-        """An unbiased estimate [1, P] of the gradient from one batch."""
-        out = torch.zeros_like(theta)
+    def loss(self, theta: Tensor, outputs: list[Tensor]) -> Tensor:
+        """The loss at theta [P] by the outputs h(theta) of each batch, in float64."""
+        penalty = (self.system.precision * self.squares(theta)).sum()
+        return 0.5 * penalty - self.log_likelihood(outputs)
+
+    def batch_change(self, theta: Tensor, d: Tensor, batch: Portion) -> Tensor:
+        """An estimate [1, P] of the change of the gradient from theta [P] to theta + d [1, P].
+
+        It is unbiased, and it vanishes with d.
+        """
+        out = torch.zeros_like(d)
         if len(batch.y):
-            outputs = self._outputs(theta[0], batch.x)
-            slope = self.slope(outputs, batch.y).unsqueeze(0)
-            factor = self.system.n_data / batch.total
-            self.system.linear.vjp_(batch.x, lambda _: slope, out, factor)
-        return self._with_prior(out, theta[0])
+            vector = theta - self.origin if self.offset else theta
+            f, pushed = self.system.linear.jvp(batch.x, torch.cat([vector.unsqueeze(0), d]))
+            h = f + pushed[0] if self.offset else pushed[0]
+            change = self.slope(h + pushed[1], batch.y) - self.slope(h, batch.y)
+            factor = float(self.system.n_batches)
+            self.system.linear.vjp_(batch.x, lambda _: change.unsqueeze(0), out, factor)
+        self.system.over_ranks_(out, "gradient of the linear model")
+        return self.system.layout.add_(out, d, self.system.precision)
 
     def _with_prior(self, out: Tensor, theta: Tensor) -> Tensor:
         """The gradient [1, P] of the loss from that of this rank's data, in place."""
@@ -190,7 +191,7 @@ class Mode:
 
     theta: Tensor  # [P]
     steps: int
-    # |last step| / |theta - mu| of Newton steps, |gradient| / |first gradient| of others
+    # |last step| / |theta - mu| of Newton steps, |gradient| / |A (theta - mu)| of others
     error: float
 
 
@@ -246,12 +247,10 @@ def _line_search(
     slope: float,
 ) -> float:
     """The longest of 1, 1/2, 1/4, ... that lowers the loss as its slope promises; 0 for none."""
-    precision = model.system.precision
 
     def loss(length: float) -> float:
         moved = [h + length * p for h, p in zip(outputs, pushed, strict=True)]
-        penalty = (precision * model.squares(theta + length * direction)).sum()
-        return (0.5 * penalty - model.log_likelihood(moved)).item()
+        return model.loss(theta + length * direction, moved).item()
 
     start = loss(0.0)
     length = 1.0
@@ -262,8 +261,8 @@ def _line_search(
     return 0.0
 
 
-def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
-    """Nesterov steps on minibatches.
+def settled(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
+    """Rounds of minibatch gradients (see `rounds`).
 
     Args:
         model: whose loss is minimised.
@@ -271,40 +270,27 @@ def descend(model: LinearModel, theta: Tensor, settings: Sgd) -> Mode:
         settings: of the steps.
     """
     system = model.system
+    noise = (system.curvature_per_weight * system.layout.size) ** 0.5
 
-    def gradient(at: Tensor, batch: Portion) -> Tensor:
-        return system.whitened_(model.batch_gradient(at, batch))
+    def residual(at: Tensor) -> Residual:
+        point = at[0].clone()
+        outputs = model.outputs(point)
+        r = model.gradient(point, outputs)
+        decay = (point - model.mean).unsqueeze(0)
+        decay = system.layout.add_(torch.zeros_like(decay), decay, system.precision)
+        size = max(system.norm(decay).item(), LEAST_SIGNAL * noise, LEAST_NORM)
 
-    def gradient_length(at: Tensor) -> float:
-        return system.whitened_(model.gradient(at, model.outputs(at))).norm().item()
+        def gradient(d: Tensor, batch: Portion) -> Tensor:
+            return system.whitened_(model.batch_change(point, d, batch).add_(r))
 
-    rate = settings.rate or RATE / _steepest(system, theta)
-    first = gradient_length(theta)
+        relative = system.norm(r).item() / size
+        loss = model.loss(point, outputs).unsqueeze(0)
+        return Residual(gradient, norms(system.whitened(r)), relative, loss)
+
+    plan = Plan.of(settings, system.steepest(theta), system.flattest, system.n_batches)
     moved = theta.unsqueeze(0).clone()
-    bound = torch.full((1, 1), settings.clip * first, dtype=torch.float64, device=theta.device)
-    steps = nesterov(gradient, system.steps, moved, settings, rate, bound)
-    last = gradient_length(moved[0])
-    return Mode(moved[0], steps, last / max(first, LEAST_NORM))
-
-
-def _steepest(system: System, like: Tensor) -> float:
-    """The largest eigenvalue of the whitened H of a batch, at two points of its outputs.
-
-    At the network's outputs f, and at 0, where classes are undecided and the curvature is larger:
-    the steps may pass there.
-    """
-    batch = next(system.whole_batches())
-    factor = system.n_data / batch.total
-    f = system.linear.outputs(batch.x)
-
-    def product(point: Tensor, v: Tensor) -> Tensor:
-        out = torch.zeros_like(v)
-        system.add_curvature_(out, v, batch, factor, point)
-        system.layout.add_(out, v, system.precision)
-        return system.whitened_(out)
-
-    points = (f, torch.zeros_like(f))
-    return max(largest_eigenvalue(partial(product, point), like) for point in points)
+    reached = descend(residual, system.steps, moved, settings, plan)
+    return Mode(moved[0], *reached)
 
 
 def _filled(mean: Tensor | float, like: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class SampledLaplace(Samples):
 
     Every product with J is a forward- or reverse-mode pass over batches: no matrix is formed.
     Besides a training step, memory is for at most (3 k + 2) P numbers (k >= 5, `together` at most
-    k / 5), and P more for each of the solver's `rows`.
+    k / 5; with minibatch gradients k P / 5 more), and P more for each of the solver's `rows`.
 
     Args:
         model: the network; samples are around its weights.
@@ -79,9 +79,10 @@ class SampledLaplace(Samples):
             with torch.no_grad():
                 self.prior.log_precision.add_(step.change.to(self.prior.log_precision))
             if self.averaged:
-                self.refit(loader)
+                self._refit(loader)
             else:
                 self._solve(self.system(loader))
+        self._warn_unless_converged()
         if step.switched_off.any():
             warnings.warn(
                 f"the targets hold no signal for {self._named(step.switched_off)}: their evidence "
@@ -223,6 +224,8 @@ class SampledLaplace(Samples):
             # upper bound of |z - H^-1 b|_H / |z|_H: in posterior standard deviations
             "errors": self._results.errors.tolist(),
             "steps": self._results.steps,
+            # whether residuals and mode_error are within the solver's tolerance
+            "converged": self.converged,
             "mode_steps": self._mode.steps,
             "mode_error": self._mode.error,
             "effective_dimension": (function.total, function.standard_error),

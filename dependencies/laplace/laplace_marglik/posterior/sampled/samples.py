@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,23 +14,28 @@ from torch import Tensor, nn
 
 from asdl_marglik import Ranks, check_weights, checksum, hyperparameters_in, map_inputs, trainable
 from laplace_marglik.checks import one_of, positive_integer
-from laplace_marglik.errors import MarglikError
+from laplace_marglik.errors import MarglikError, NotConverged
 from laplace_marglik.likelihood import Likelihood, likelihood_for
 from laplace_marglik.posterior.sampled.layout import Layout, included
 from laplace_marglik.posterior.sampled.linearised import Linearised
-from laplace_marglik.posterior.sampled.mode import LinearModel, Mode, descend, newton
+from laplace_marglik.posterior.sampled.mode import LinearModel, Mode, newton, settled
 from laplace_marglik.posterior.sampled.precondition import RowPreconditioner, root_rows
+from laplace_marglik.posterior.sampled.rounds import (
+    Plan,
+    Residual,
+    Sgd,
+    Solver,
+    descend,
+    solver_for,
+)
 from laplace_marglik.posterior.sampled.solve import (
-    RATE,
     ConjugateGradients,
     Product,
     Solved,
-    Solver,
     conjugate_gradients,
-    nesterov,
-    solver_for,
+    norms,
 )
-from laplace_marglik.posterior.sampled.system import Loader, System
+from laplace_marglik.posterior.sampled.system import Loader, Portion, System
 from laplace_marglik.prior import GaussianPrior
 
 # of a feature, for its scale: limits the scale of a weight that the data do not see to 1000
@@ -38,6 +45,8 @@ AVERAGED_FITS = 3
 # of the samples, solved one after the other: the solver's vectors are then fewer than the samples
 PORTIONS = 5
 NAMED = 5  # groups in a message, at most
+# of the tolerance: how far residuals may be above it that conjugate gradients know by recurrence
+RECURRENCE = 1.2
 Self = TypeVar("Self", bound="Samples")
 
 
@@ -107,7 +116,8 @@ class Samples:
         self._seed = int(torch.randint(2**40, (), generator=self.generator))
         self._z = self._mode = self._deviations = None
         for _ in range(AVERAGED_FITS if self.averaged else 1):
-            self.refit(loader)
+            self._refit(loader)
+        self._warn_unless_converged()
         return self
 
     def refit(self: Self, loader: Loader) -> Self:
@@ -116,6 +126,11 @@ class Samples:
         Args:
             loader: as in `fit`.
         """
+        self._refit(loader)
+        self._warn_unless_converged()
+        return self
+
+    def _refit(self, loader: Loader) -> None:
         check_weights(self.model)
         with self._undone_by_failure():
             if self.averaged and self._z is not None:
@@ -134,7 +149,6 @@ class Samples:
                 if self._mode is not None:
                     self._mode = replace(self._mode, theta=self._mode.theta * rescale)
             self._solve(system, rescale)
-        return self
 
     def _prepare(self, loader: Loader) -> None:
         """The feature scales and the data's noise u at the present weights."""
@@ -240,7 +254,7 @@ class Samples:
         if isinstance(self.solver, ConjugateGradients):
             mode = newton(model, start, self.solver, self._preconditioner(system))
         else:
-            mode = descend(model, start, self.solver)
+            mode = settled(model, start, self.solver)
         self._check_solution(mode.theta.unsqueeze(0), "mode")
         return mode
 
@@ -295,22 +309,39 @@ class Samples:
     def _move(self, system: System, numbers: range, z: Tensor, u: Tensor) -> int:
         """Move z [g, P] to the solutions with these numbers; returns the solver's steps."""
         solver = self.solver
-        noise = system.prior_noise(numbers, self._like)
         if isinstance(solver, ConjugateGradients):
-            target = noise.add_(u)
+            target = system.prior_noise(numbers, self._like).add_(u)
             precondition = self._preconditioner(system)
             return conjugate_gradients(system.product, target, z, solver, precondition, system.norm)
-        # gradients are as long as the prior's noise where that is longer than the data's
-        lengths = [system.whitened(b).norm(dim=1, keepdim=True).double() for b in (u, noise)]
-        bound = solver.clip * torch.maximum(*lengths)
-        target = noise.add_(u) if solver.noise_in == "prior" else noise
-        rate = solver.rate or RATE / system.steepest(self._like)
+        plan = Plan.of(solver, system.steepest(self._like), system.flattest, system.n_batches)
+        residual = partial(self._residual, system, numbers, u)
+        first = residual
+        if solver.noise_in == "data":
+            first = partial(self._residual_by_data, system, numbers, u)
+        return descend(residual, system.steps, z, solver, plan, first).steps
 
-        def gradient(v: Tensor, batch: Any) -> Tensor:
-            estimate = system.gradient(v, batch, numbers, target, solver.noise_in)
-            return system.whitened_(estimate)
+    def _residual(self, system: System, numbers: range, u: Tensor, z: Tensor) -> Residual:
+        """How far z [g, P] is from the solutions with these numbers."""
+        b = system.prior_noise(numbers, self._like).add_(u)  # anew: it is not needed in a round
+        r = system.product(z).sub_(b)
+        relative = (system.norm(r) / system.norm(b)).max().item()
+        objectives = 0.5 * self.layout.dots(z, r - b).sum(1)  # z . H z / 2 - z . b
+        target = r.neg()
 
-        return nesterov(gradient, system.steps, z, solver, rate, bound)
+        def gradient(d: Tensor, batch: Portion) -> Tensor:
+            return system.whitened_(system.gradient(d, batch, numbers, target, "prior"))
+
+        return Residual(gradient, norms(system.whitened_(r)), relative, objectives)
+
+    def _residual_by_data(self, system: System, numbers: range, u: Tensor, z: Tensor) -> Residual:
+        """The same with gradients of L, whose noise does not vanish with the correction."""
+        start = z.clone()
+        noise = system.prior_noise(numbers, self._like)
+
+        def gradient(d: Tensor, batch: Portion) -> Tensor:
+            return system.whitened_(system.gradient(start + d, batch, numbers, noise, "data"))
+
+        return self._residual(system, numbers, u, z)._replace(gradient=gradient)
 
     # -------------------------------------------------------------------------------------- results
 
@@ -336,6 +367,30 @@ class Samples:
         self._check_drawn()
         if self._solved is None:
             raise MarglikError("the samples of a stored state are not complete; call refit(loader)")
+
+    @property
+    def converged(self) -> bool:
+        """Whether samples and mode solve their equations to the solver's tolerance."""
+        assert self._mode is not None
+        error = max(self._results.residuals.max().item(), self._mode.error)
+        return error <= RECURRENCE * self.solver.tolerance
+
+    def _warn_unless_converged(self) -> None:
+        if self.converged:
+            return
+        assert self._mode is not None
+        more = "ConjugateGradients more max_iterations"
+        if isinstance(self.solver, Sgd):
+            more = "Sgd more steps or use solver='cg'"
+        warnings.warn(
+            f"the samples have not converged: after {self._results.steps} steps the largest "
+            f"residual is {self._results.residuals.max().item():.2g} and the error of the mode "
+            f"{self._mode.error:.2g}, above the tolerance {self.solver.tolerance:g}, so that "
+            f"effective dimension, precision and predictions are off; give {more}, or start from "
+            "a larger prior precision",
+            NotConverged,
+            stacklevel=3,
+        )
 
     @property
     def weight_samples(self) -> Tensor:

@@ -21,9 +21,9 @@ it H = A + J^T E_q[Lambda] J (Opper and Archambeau 2009).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ from laplace_marglik.errors import MarglikError
 from laplace_marglik.likelihood import Likelihood
 from laplace_marglik.posterior.sampled.layout import Layout
 from laplace_marglik.posterior.sampled.linearised import Linearised
-from laplace_marglik.posterior.sampled.solve import NoiseIn, largest_eigenvalue
+from laplace_marglik.posterior.sampled.rounds import NoiseIn
+from laplace_marglik.posterior.sampled.solve import largest_eigenvalue
 from laplace_marglik.prior import GaussianPrior
 
 Loader = Iterable[tuple[Any, Tensor]]
@@ -176,6 +177,14 @@ class System:
         """The factor between the likelihood's `hessian` and Lambda."""
         return self.likelihood.curvature_scale().item()
 
+    @cached_property
+    def n_batches(self) -> int:
+        """Batches of the loader: the factor that makes a sum over one of them unbiased.
+
+        N / b would not be, where the last batch is shorter than the others.
+        """
+        return len(self.loader) if isinstance(self.loader, Sized) else sum(1 for _ in self.loader)
+
     @property
     def stiffness(self) -> Tensor:
         """delta_l + m of each group over the least of them [G], m the mean curvature of a weight.
@@ -306,12 +315,18 @@ class System:
         def product(v: Tensor) -> Tensor:
             out = torch.zeros_like(v)
             if len(batch.y):
-                self.add_curvature_(out, v, batch, self.n_data / batch.total)
+                self.add_curvature_(out, v, batch, self.n_batches)
             self.over_ranks_(out, "steepest curvature")
             self.layout.add_(out, v, self.precision)
             return self.whitened_(out)
 
         return largest_eigenvalue(product, like.expand(self.layout.size))
+
+    @property
+    def flattest(self) -> float:
+        """A lower bound of the eigenvalues of the whitened H: the prior's share of them."""
+        has_weights = self.layout.counts.to(self.precision.device) > 0
+        return (self.precision / self.stiffness)[has_weights].min().item()
 
     def pushed(self, z: Tensor) -> dict[int, Tensor]:
         """J z [k, n, ...] of this rank's data, by the number of their batch; one pass."""
@@ -403,7 +418,7 @@ class System:
             noise_in: "prior" (L') or "data" (L).
         """
         out = torch.zeros_like(z)
-        factor = self.n_data / batch.total
+        factor = float(self.n_batches)
         if len(batch.y) and noise_in == "prior":
             self.add_curvature_(out, z, batch, factor)
         elif len(batch.y):
