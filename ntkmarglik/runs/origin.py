@@ -26,7 +26,7 @@ def origin(identity: Origin, processes: int) -> Origin:
     return {
         **identity,
         "code": code(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of torch's own, which weights_only refuses
         "python": platform.python_version(),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": str(torch.get_num_threads()),
