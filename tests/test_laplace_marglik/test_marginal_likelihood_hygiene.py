@@ -239,7 +239,7 @@ MISTAKES = {
     "root": (lambda: marglik(mlp(), root="eig"), "root.*eigen.*'eig'"),
     "columns": (lambda: marglik(mlp(), columns="own"), "columns.*shared.*iid"),
     "kfac": (lambda: marglik(mlp(), kfac="both"), "kfac.*expand.*reduce"),
-    "blocks": (lambda: marglik(mlp(), blocks="layer"), "blocks.*module.*tensor"),
+    "blocks": (lambda: marglik(mlp(), blocks="layer"), "blocks.*tensor.*module.*patterns"),
     "likelihood": (
         lambda: marglik(mlp(), "multiclass"),
         "likelihood.*classification.*'multiclass'",

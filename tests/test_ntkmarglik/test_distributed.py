@@ -142,6 +142,8 @@ def undisturbed(tmp_path_factory):
 def agree(path, expected):
     (summaries, epochs), (expected_summaries, expected_epochs) = results(path), expected
     assert len(epochs[0]) == len(expected_epochs[0]) == 60
+    for summary in summaries:  # as many processes as before need not have continued it
+        summary.pop("continued", None)
     assert not differences(list(summaries), list(expected_summaries))
     assert not differences(epochs, expected_epochs)
 
@@ -188,7 +190,7 @@ def test_a_rank_that_hangs_ends_the_run_and_any_number_of_ranks_continues_it(und
     agree(path, undisturbed)
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE"])
 @pytest.mark.parametrize("value", ["abc", "-1", "", "1e3", "9" * 30])
 def test_an_environment_that_torchrun_would_not_make_is_refused(
     variable, value, monkeypatch, capsys

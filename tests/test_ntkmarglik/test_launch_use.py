@@ -40,6 +40,7 @@ GRID = [
     "--structures",
     "diag",
 ]
+SUMMARY = '{"method": "map"}\n'  # of a finished run
 LINE = f"python classification_image.py {' '.join(TINY)} --no-baseline"
 
 
@@ -119,11 +120,11 @@ def test_a_run_is_finished_with_its_baseline(place):
     for baseline in (True, False):
         config = Config().updated(out=place / "run", baseline=baseline)
         (place / "run").mkdir(exist_ok=True)
-        (place / "run/summary.json").write_text("{}")
+        (place / "run/summary.json").write_text(SUMMARY)
         assert RunLine(1, config).finished() is not baseline
         assert RunLine(1, config.updated(method="map")).finished()
     (place / "run/baseline").mkdir()
-    (place / "run/baseline/summary.json").write_text("{}")
+    (place / "run/baseline/summary.json").write_text(SUMMARY)
     assert RunLine(1, Config().updated(out=place / "run")).finished()
 
 
@@ -159,7 +160,7 @@ def test_a_line_of_finetuning(place):
     metrics = {"fit": 1, "fit_step": 200, "loss": 0.5, "test_accuracy": 0.75}
     (line.folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
     assert line.progress() == "fit 2/101, step 200/6000, loss 0.5000, test acc. 75.0 %"
-    (line.folder / "summary.json").write_text("{}")
+    (line.folder / "summary.json").write_text(SUMMARY)
     assert line.finished()
 
 

@@ -116,7 +116,7 @@ def test_samples_start_from_a_precision_of_their_own():
 )
 def test_what_cannot_work_is_refused_before_training(flags, parts, tmp_path, capsys):
     assert main([*FLAGS, "--out", str(tmp_path / "run"), *flags.split()]) == 2
-    message = capsys.readouterr().err
+    message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: ") and all(part in message for part in parts), message
     assert not (tmp_path / "run").exists()
 

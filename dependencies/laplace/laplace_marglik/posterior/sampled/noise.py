@@ -13,7 +13,7 @@ tr M more (L) at the start. So L' has the smaller second moment at the solution 
     sum_i tr M_i^2 H^-1 / sum_i tr M_i
 
 is below 1/2. That is the mean of the leverages S_ii weighted by curvature, not gamma / (N C): a few
-data of large curvature that the others do not determine decide it.
+steep directions, which determine themselves, decide it.
 """
 
 from __future__ import annotations
