@@ -346,3 +346,12 @@ def test_real_files(name):
         mean, torch.full_like(mean, expected), atol=0.1 if data.x_train.min() < 0 else 0.02, rtol=0
     )
     assert len(data.y_train.unique()) >= 0.9 * data.n_classes
+
+
+@pytest.mark.parametrize("labels", [["3", "cat"], [0.5, 1.0], [1, None]], ids=str)
+def test_labels_that_are_no_whole_numbers_are_refused(labels, tmp_path):
+    path = write_set(tmp_path, "cifar10") / "train.parquet"
+    table = pq.read_table(path).slice(0, 2)
+    pq.write_table(table.set_column(1, "label", pa.array(labels)), path)
+    with pytest.raises(NtkMarglikError, match="labels should be whole numbers, but are"):
+        load("cifar10", tmp_path)

@@ -14,7 +14,7 @@ from ntkmarglik.machine.speed import Speed
 from ntkmarglik.programs.classify import run as classify
 from ntkmarglik.programs.grid.bound import bounds_of, exact_bound
 from ntkmarglik.programs.grid.config import Grid, GridConfig, parse
-from ntkmarglik.programs.grid.run import main, run
+from ntkmarglik.programs.grid.run import is_complete, main, run
 from ntkmarglik.programs.grid.table import BOUNDS, read
 from ntkmarglik.programs.paper.figures import bound_slack
 
@@ -193,3 +193,34 @@ def test_curves_are_ordered_by_the_size_of_blocks_whatever_the_file(monkeypatch,
     assert colours == {label: colour for _, label, colour in seen[-1]} and len(
         set(colours.values())
     ) == len(colours)
+
+
+@pytest.mark.parametrize("damage", ["cut", "doubled", "digit", "not a number"])
+def test_damaged_rows_are_evaluated_again(damage, tmp_path, capsys):
+    flags = [*FEW, "--structures", "diag", "--out", str(tmp_path)]
+    assert main(flags) == 0
+    path = tmp_path / "grid.csv"
+    whole = path.read_bytes()
+    *lines, last = whole.decode().splitlines()
+    fields = last.split(",")
+    fields[-3] = {"digit": "-123.4", "not a number": "nan"}.get(damage, fields[-3])
+    changed = {"cut": [*lines, last[: len(last) // 2]], "doubled": [*lines, last, last]}
+    path.write_text("\n".join(changed.get(damage, [*lines, ",".join(fields)])) + "\n")
+    assert is_complete(parse(flags)) is (damage == "doubled")
+    assert main(flags) == 0
+    said = capsys.readouterr().err
+    assert "1 damaged or doubled lines" in said
+    assert read(path) == (read(path)[0], csv_rows(whole))
+
+
+def csv_rows(content):
+    lines = content.decode().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a,b\n1,2\n", b"# network: x\n# bounds: rm -rf"])
+def test_a_file_of_something_else_is_refused_and_kept(content, tmp_path, capsys):
+    (tmp_path / "grid.csv").write_bytes(content)
+    assert main([*FEW, "--structures", "diag", "--out", str(tmp_path)]) == 2
+    assert str(tmp_path / "grid.csv") in capsys.readouterr().err
+    assert (tmp_path / "grid.csv").read_bytes() == content

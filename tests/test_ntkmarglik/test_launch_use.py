@@ -290,3 +290,21 @@ def test_options_are_read(place, monkeypatch, capsys):
         assert launch.main() == 2 and words in capsys.readouterr().err
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda _: None)
     assert launch.main() == 2 and "pip install 'ntk-marglik[launch]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("python classification_image.py --dataset mnits", "Did you mean 'mnist'"),
+        ("python classification_image.py --dataset ../..", "not the name of one folder"),
+        ("python scripts/bound_grid.py --points 0", "--points must be greater than 0"),
+        ("python scripts/bound_grid.py --dataset nothing", "Unknown data set"),
+        ("torchrun --nproc-per-node x classification_image.py", "nproc-per-node"),
+        ("torchrun --nproc-per-node 0 classification_image.py", "nproc-per-node"),
+        ("torchrun --nnodes -1 classification_image.py", "nnodes"),
+        ("python classification_image.py --lr nan", "--lr must be finite"),
+    ],
+)
+def test_what_would_be_refused_is_not_submitted(line, words, place):
+    with pytest.raises(NtkMarglikError, match=re.escape(words)):
+        read_lines(written(place, f"{line}\n"))

@@ -279,6 +279,10 @@ def test_every_model_takes_two_steps_with_every_method(model, method, tmp_path):
         ("--lr-hyp nan", ["--lr-hyp", "nan"]),
         ("--flip", ["--flip", "--augment affine"]),
         ("--threads -1", ["--threads", "-1"]),
+        ("--threads 99999999", ["--threads", "at most 1024"]),
+        ("--width 2000000000", ["--width 2000000000", "weights", "GB are free"]),
+        ("--batch-size 64 --augment affine --aug-samples 2000000000", ["copies", "--aug-samples"]),
+        ("--dataset ../..", ["Unknown data set"]),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(flags, parts, out, capsys, monkeypatch):
