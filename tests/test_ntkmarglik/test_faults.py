@@ -28,7 +28,7 @@ ENDS = {0, 2, 75}  # what a program may end with unless it is killed
 
 def sentence(said):
     """Whether the end of a program is explained to its user."""
-    return "Traceback" not in said and said.strip().splitlines()[-1].startswith("error: ")
+    return "Traceback" not in said and "error: " in (line[:7] for line in said.splitlines())
 
 
 def check(program, arguments, faults, place, whole):
