@@ -45,6 +45,7 @@ class Command:
         return getattr(importlib.import_module(self.module), function)(arguments)
 
 
+COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 PROGRAMS = "ntkmarglik.programs"
 COMMANDS = (
     Command("run", f"{PROGRAMS}.classify.run:main", "train, and learn hyperparameters by evidence"),
@@ -64,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     commands = {command.name: command for command in COMMANDS if command.there()}
+    if name in COMPLETION:
+        from ntkmarglik.programs.completion import script
+
+        script([name, *rest], {key: c.help for key, c in commands.items()}, NAME)
+        return 0
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(commands)}."

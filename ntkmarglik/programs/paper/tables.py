@@ -17,6 +17,7 @@ from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.machine.files import source
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.programs.paper import experiments
+from ntkmarglik.programs.paper.presets import CONFIGS
 from ntkmarglik.runs import records
 from ntkmarglik.runs.records import Row
 
@@ -224,7 +225,7 @@ def _shared(differences: list[dict[str, Change]]) -> dict[str, Change]:
 def _difference(config: Config, experiment: str) -> dict[str, Change]:
     """Changed settings of a run; estimators of all data may have a settings file of their own."""
     own = f"{experiment}-full"
-    whole = config.estimator.subset == 0 and (experiments.CONFIGS / f"{own}.yaml").exists()
+    whole = config.estimator.subset == 0 and (CONFIGS / f"{own}.yaml").exists()
     paper = experiments.load(experiment, own) if whole else experiments.load(experiment)
     return {
         name: change
