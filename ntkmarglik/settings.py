@@ -70,6 +70,9 @@ class Settings:
     """Groups of settings, each a dataclass with defaults; names are unique over all groups."""
 
     script: ClassVar[str]  # the program that these are the settings of
+    # what a newcomer needs first, in a few words each: the head of --help
+    first: ClassVar[Mapping[str, str]] = {}
+    note: ClassVar[str] = ""  # on what the program takes besides flags of settings
 
     def flat(self) -> dict[str, Any]:
         """All settings by name, as plain values."""
@@ -201,9 +204,21 @@ def parse_as(kind: type[S], arguments: Sequence[str] | None = None, defaults: S 
         config=(tyro.conf.OmitArgPrefixes,),
         args=_with_files(list(arguments), kind().flat()),
         prog=kind.script,
-        description=f"{kind.__doc__}\n\n--config FILE.yaml reads settings from a file; "
-        "flags override it.",
+        description=f"{kind.__doc__}\n\n{_first(kind)}--config FILE.yaml reads settings from a "
+        f"file; flags override it. {kind.note}".rstrip(),
     )
+
+
+def _first(kind: type[Settings]) -> str:
+    """The flags to begin with, a line each with what they are without being given."""
+    if not kind.first:
+        return ""
+    defaults = kind().defaults().flat()
+    lines = [
+        f"  {flag_of(name):12} {words} (default: {defaults[name]})"
+        for name, words in kind.first.items()
+    ]
+    return "\n".join(["To begin with (all flags are below):", *lines, "\n"])
 
 
 def names_given(kind: type[Settings], arguments: Sequence[str] | None = None) -> set[str]:

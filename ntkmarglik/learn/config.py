@@ -227,6 +227,19 @@ class Config(Settings):
     """Train an image classifier while learning its hyperparameters by marginal likelihood."""
 
     script = "classification_image.py"
+    note = "--preset NAME takes settings of the paper; --preset list names them."
+    first = {
+        "method": "what learns the hyperparameters; map learns none",
+        "subset": "data points in a block: larger is tighter and slower",
+        "outputs": "outputs in a block, 0 = all",
+        "dataset": "digits need no download",
+        "n_data": "training points, 0 = all",
+        "model": "network",
+        "epochs": "passes over the training data",
+        "augment": "affine learns transformations of the images too",
+        "seed": "of every random draw",
+        "out": "run folder; None = below runs/, by the settings",
+    }
 
     estimator: Estimator = field(default_factory=Estimator)
     problem: Problem = field(default_factory=Problem)

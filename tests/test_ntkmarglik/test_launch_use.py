@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from generators import printed, script
+from generators import printed
 from grids import TINY as TINY_GRID
 from launches import fakes, sweep_of, written
 from rich.console import Console
@@ -19,6 +19,7 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.grid.run import main as grid_main
+from ntkmarglik.programs.launch import run as launch
 from ntkmarglik.programs.launch.board import Board, table
 from ntkmarglik.programs.launch.lines import (
     FinetuneLine,
@@ -68,7 +69,7 @@ def test_all_bad_lines_are_told_before_anything_is_submitted(place, monkeypatch,
     )
     before = sorted(place.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["launch.py", str(path)])
-    assert script("launch").main() == 2
+    assert launch.main() == 2
     said = capsys.readouterr().err.splitlines()
     assert "12 of the lines cannot be run" in said[0] and len(said) == 13
     for number, (_, words) in [
@@ -224,7 +225,6 @@ def test_the_table_shows_what_runs_and_what_failed(place):
 
 
 def test_runs_end_in_their_tables(place):
-    launch = script("launch")
     lines = []
     for number, (name, dataset) in enumerate([("small/cifar", "cifar10"), ("mine", "digits")]):
         config = Config().updated(dataset=dataset, out=Path("runs") / name / "a", baseline=False)
@@ -270,7 +270,6 @@ def test_runs_end_in_their_tables(place):
 
 
 def test_options_are_read(place, monkeypatch, capsys):
-    launch = script("launch")
     assert [launch.minutes(t) for t in ("90", "12:00:00", "1-00:30", "0:00:01")] == [
         90,
         720,

@@ -5,6 +5,7 @@ import sys
 import pytest
 from generators import script
 
+from ntkmarglik.programs.paper import tables
 from ntkmarglik.programs.paper.experiments import label_of
 from ntkmarglik.runs import records
 
@@ -42,7 +43,7 @@ def made_up(generator, tmp_path, scale="small", seeds=(0, 1, 2), without=()):
 def table(capsys, monkeypatch):
     def make(*arguments):
         monkeypatch.setattr(sys, "argv", ["make_tables.py", *map(str, arguments)])
-        script("make_tables").main()
+        tables.main()
         return capsys.readouterr().out
 
     return make
@@ -134,19 +135,18 @@ def test_bold_is_what_overlaps_with_the_best_of_its_block(tmp_path):
         for label, numbers in {**made, "map": (-0.5,)}.items()
         for seed, value in enumerate(numbers)
     ]
-    module = script("make_tables")
     without_map = [row for row in rows if row["estimator"] != "map"]
     # errors of 0.1: -1.1 and -1.2 overlap, -1.55 ± 0.05 does not
-    assert {label for label, _, _ in module._best(module.LAYOUTS["1"], without_map)} == {
+    assert {label for label, _, _ in tables._best(tables.LAYOUTS["1"], without_map)} == {
         "ntk-500-1",
         "kfac-500-1",
     }
     # a single number has no error, and what is printed alike is as good
     alike = [{**row, "estimator": "ntk-N-C"} for row in rows if row["estimator"] == "map"]
     alike[0]["test_log_likelihood"] -= 0.004
-    assert len(module._best(module.LAYOUTS["1"], [*rows, *alike])) == 2
-    assert module._best(module.LAYOUTS["1"], rows) == {("map", "cifar10", "test_log_likelihood")}
-    assert not module._best(module.LAYOUTS["1"], rows[:2])  # nothing to compare with
+    assert len(tables._best(tables.LAYOUTS["1"], [*rows, *alike])) == 2
+    assert tables._best(tables.LAYOUTS["1"], rows) == {("map", "cifar10", "test_log_likelihood")}
+    assert not tables._best(tables.LAYOUTS["1"], rows[:2])  # nothing to compare with
 
 
 def test_no_runs_is_an_error(table, tmp_path, capsys):
@@ -156,5 +156,5 @@ def test_no_runs_is_an_error(table, tmp_path, capsys):
 
 
 def test_published_numbers_have_their_source():
-    rows = records.read(script("make_tables").PUBLISHED)
+    rows = records.read(tables.PUBLISHED)
     assert len(rows) == 27 and all(row["source"] for row in rows)

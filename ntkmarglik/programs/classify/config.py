@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ntkmarglik.learn.config import METHOD, UNNAMED, Config
 from ntkmarglik.learn.methods import METHODS
+from ntkmarglik.programs.paper.presets import expanded
 from ntkmarglik.settings import names_given, parse_as
 
 __all__ = ["Config", "given", "parse"]
@@ -15,10 +17,15 @@ METHOD.offer(METHODS)
 
 def given(arguments: Sequence[str] | None = None) -> set[str]:
     """The settings that a command line names; the others are defaults."""
-    return names_given(Config, arguments)
+    return names_given(Config, _with_presets(arguments))
 
 
 def parse(arguments: Sequence[str] | None = None) -> Config:
-    """Settings from flags; `--config file.yaml` stands for the flags in that file."""
+    """Settings from flags; `--config file.yaml` and `--preset name` stand for those of files."""
+    arguments = _with_presets(arguments)
     method = parse_as(Config, arguments, Config().updated(method=UNNAMED)).estimator.method
     return parse_as(Config, arguments, Config().updated(method=method))
+
+
+def _with_presets(arguments: Sequence[str] | None) -> list[str]:
+    return expanded(sys.argv[1:] if arguments is None else arguments, Config().flat())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from ntkmarglik.learn.config import (
     Training,
 )
 from ntkmarglik.learn.methods import METHODS
+from ntkmarglik.programs.paper.presets import expanded
 from ntkmarglik.settings import Choices, Settings, parse_as
 from ntkmarglik.values import (
     AnyFloat,
@@ -143,6 +145,7 @@ class GridConfig(Settings):
     """
 
     script = "scripts/bound_grid.py"
+    note = "--preset NAME takes settings of the paper; --preset list names them."
 
     grid: Grid = field(default_factory=Grid)
     reference: Reference = field(default_factory=Reference)
@@ -199,5 +202,6 @@ class GridConfig(Settings):
 
 
 def parse(arguments: Sequence[str] | None = None) -> GridConfig:
-    """Settings from flags and `--config` files."""
-    return parse_as(GridConfig, arguments)
+    """Settings from flags, `--config` files and presets."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return parse_as(GridConfig, expanded(arguments, GridConfig().flat()))

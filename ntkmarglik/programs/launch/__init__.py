@@ -1,1 +1,1 @@
-"""Files of commands as jobs, here or on a SLURM cluster, by submitit; see `scripts/launch.py`."""
+"""Files of commands as jobs, here or on a SLURM cluster, by submitit; see `ntk-marglik launch`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from ntkmarglik.errors import NtkMarglikError
@@ -12,10 +11,10 @@ from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.programs.grid.config import GridConfig
 from ntkmarglik.programs.grid.config import parse as parse_grid
+from ntkmarglik.programs.paper.presets import CONFIGS
 from ntkmarglik.runs.folder import name_of
 from ntkmarglik.settings import Settings
 
-CONFIGS = Path(__file__).parent / "configs"
 Scale = Literal["full", "small"]
 
 

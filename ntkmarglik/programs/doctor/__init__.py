@@ -1,0 +1,1 @@
+"""What is installed here, and whether it works; see `ntk-marglik doctor`."""
