@@ -63,7 +63,7 @@ def title_of(summary: Metrics, label: str) -> str:
 
 
 def pictures_of(config: Config, ranges: list[float], x: Tensor) -> dict[str, str]:
-    """The augmentation of a run at its start and at its end; none if it has six ranges no more."""
+    """The augmentation of a run at its start and at its end."""
     hyper = config.hyperparameters
     start = [hyper.aug_init] * len(ranges)
     return samples(start, ranges, x, flip=hyper.flip)

@@ -6,7 +6,7 @@ import itertools
 import math
 from typing import Any
 
-from bokeh.models import BoxAnnotation, HoverTool
+from bokeh.models import BoxAnnotation, FixedTicker, HoverTool, PrintfTickFormatter
 from bokeh.plotting import figure
 
 from ntkmarglik.problem.augment import RANGES
@@ -62,6 +62,13 @@ def _empty(x: str, tips: list[tuple[str, str]], **options: Any) -> Any:
     return plot
 
 
+def _logarithmic(axis: Any) -> None:
+    """Two labels for each power of ten: more would lie on one another."""
+    ticks = [factor * 10.0**power for power in range(-30, 31) for factor in (1, 3)]
+    axis.ticker = FixedTicker(ticks=ticks)
+    axis.formatter = PrintfTickFormatter(format="%.3g")
+
+
 def _legend(plot: Any) -> Any:
     """The legend below the plot; a click hides a line."""
     if plot.legend:
@@ -108,7 +115,8 @@ def _curves(runs: Runs, key: str) -> Any:
             continue
         style = {"color": colour, "legend_label": label, "name": label}
         plot.line(positions, values, line_width=2, line_dash=dash, **style)
-        plot.scatter(positions, values, size=4, **style)
+        if dash != "dotted":
+            plot.scatter(positions, values, size=4, **style)
         _band(plot, lines, key, colour, label)
         interval = summary.get(f"{key}_interval")
         if interval and all(map(math.isfinite, interval)):
@@ -141,6 +149,7 @@ def _precision_courses(runs: Runs) -> Any:
     unit = _unit(runs)
     tips = [("", "$name"), (unit, "@x"), ("precision", "@y{0.000e+0}")]
     plot = _empty(unit, tips, y_axis_type="log")
+    _logarithmic(plot.yaxis)
     names = list(values[0])
     for name, (colour, dash) in zip(names, _styles(), strict=False):
         points = [value.get(name, math.nan) for value in values]
@@ -158,6 +167,7 @@ def _precisions(runs: Runs) -> Any:
         return None
     tips = [("", "$name"), ("tensor", "@y"), ("precision", "@x{0.000e+0}")]
     plot = _empty("prior precision", tips, y_range=names[::-1], x_axis_type="log")
+    _logarithmic(plot.xaxis)
     plot.height = max(220, 90 + 22 * min(len(names), 40))
     for (label, values), (colour, _) in zip(found.items(), _styles(), strict=False):
         known = {n: v for n, v in (values or {}).items() if v > 0 and math.isfinite(v)}

@@ -191,9 +191,9 @@ def _of_learning(lines: list[Metrics], summary: Metrics) -> Iterator[str]:
     held = [name for name, value in layers(summary).items() if start and value > OFF * start]
     if held:
         yield f"The prior holds {', '.join(held[:TOLD])} near zero: a smaller network may do."
-    subset, n_data = summary.get("subset"), summary.get("n_data")
-    if subset and n_data and subset < n_data and summary.get("log_marglik_status") != "exact":
-        if METHODS.named(summary["method"]).uses_blocks():
-            yield f"Larger blocks than {subset} data give a tighter evidence (--subset, --outputs)."
+    in_blocks = METHODS.named(summary["method"]).uses_blocks()
+    subset, n_data = summary.get("subset") or 0, summary.get("n_data") or 0
+    if in_blocks and 0 < subset < n_data and summary.get("log_marglik_status") != "exact":
+        yield f"Larger blocks than {subset} data give a tighter evidence (--subset, --outputs)."
     if summary.get("augmentation") is None:
         yield "Learn invariances, too: --augment affine."
