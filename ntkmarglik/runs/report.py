@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,54 +55,61 @@ PREDICTIVE = {
 }
 
 
+def _number(value: float) -> str:
+    return f"{value:.4f}"
+
+
+# what every run has; how each is written
+SCORES = {
+    "test accuracy": ("test_accuracy", lambda value: f"{100 * value:.2f} %"),
+    "test log-likelihood per datum": ("test_log_likelihood", _number),
+    "test calibration error": ("test_ece", _number),
+}
+
+
 def table(runs: Runs) -> Table:
     """The runs side by side, one line per quantity."""
     result = Table()
     result.add_column("")
     for label in runs:
         result.add_column(label, justify="right")
-    summaries = [summary for _, summary in runs.values()]
-    result.add_row("test accuracy", *(f"{100 * s['test_accuracy']:.2f} %" for s in summaries))
-    result.add_row(
-        "test log-likelihood per datum", *(f"{s['test_log_likelihood']:.4f}" for s in summaries)
-    )
-    result.add_row("test calibration error", *(f"{s['test_ece']:.4f}" for s in summaries))
-    if any("test_joint_log_likelihood" in s for s in summaries):
-        result.add_row(
-            "test joint log-likelihood per datum",
-            *(_optional(s.get("test_joint_log_likelihood")) for s in summaries),
-        )
-    for label, key in PREDICTIVE.items():
-        if any(key in s for s in summaries):
-            result.add_row(f"test {label}", *(_optional(s.get(key)) for s in summaries))
-    result.add_row(
-        "training log-likelihood per datum",
-        *(f"{s['train_log_likelihood']:.4f}" for s in summaries),
-    )
-    result.add_row("log evidence per datum", *map(_evidence, summaries))
-    if any(s.get("log_marglik_interval") for s in summaries):
-        result.add_row("exact log evidence is within", *map(_interval, summaries))
-    result.add_row("evidence is", *(_status(s) for s in summaries))
-    if any("samples_converged" in s for s in summaries):
-        result.add_row("largest residual of samples", *map(_residual, summaries))
-    if any("sigma" in s for s in summaries):
-        result.add_row("posterior width sigma", *(_width(s) for s in summaries))
-        result.add_row(
-            "emphasis kappa", *(f"{s['kappa']:.4g}" if "kappa" in s else "-" for s in summaries)
-        )
-    if any(s.get("temperature", 1.0) != 1 for s in summaries):
-        result.add_row("temperature", *(f"{s.get('temperature', 1.0):.4g}" for s in summaries))
-    result.add_row("seconds", *(f"{s['seconds_total']:.1f}" for s in summaries))
+    for name, cells in quantities(runs).items():
+        result.add_row(name, *cells)
     return result
 
 
-def _optional(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def quantities(runs: Runs) -> dict[str, list[str]]:
+    """What is compared of runs, as text: by name, a cell for each run, "-" where it has none."""
+    summaries = [summary for _, summary in runs.values()]
+    rows = {name: _cells(summaries, key, text) for name, (key, text) in SCORES.items()}
+    optional = {"joint log-likelihood per datum": "test_joint_log_likelihood", **PREDICTIVE}
+    for name, key in optional.items():
+        if any(key in s for s in summaries):
+            rows[f"test {name}"] = _cells(summaries, key, _number)
+    rows["training log-likelihood per datum"] = _cells(summaries, "train_log_likelihood", _number)
+    rows["log evidence per datum"] = [_evidence(s) for s in summaries]
+    if any(s.get("log_marglik_interval") for s in summaries):
+        rows["exact log evidence is within"] = [_interval(s) for s in summaries]
+    rows["evidence is"] = [status(s) for s in summaries]
+    if any("samples_converged" in s for s in summaries):
+        rows["largest residual of samples"] = [_residual(s) for s in summaries]
+    if any("sigma" in s for s in summaries):
+        rows["posterior width sigma"] = [_width(s) for s in summaries]
+        rows["emphasis kappa"] = _cells(summaries, "kappa", lambda value: f"{value:.4g}")
+    if any(s.get("temperature", 1.0) != 1 for s in summaries):
+        rows["temperature"] = [f"{s.get('temperature', 1.0):.4g}" for s in summaries]
+    rows["seconds"] = _cells(summaries, "seconds_total", lambda value: f"{value:.1f}")
+    return rows
+
+
+def _cells(summaries: list[Metrics], key: str, text: Callable[[float], str]) -> list[str]:
+    values = [summary.get(key) for summary in summaries]
+    return ["-" if value is None else text(value) for value in values]
 
 
 def _evidence(summary: Metrics) -> str:
-    error = summary["log_marglik_error"]
-    value = f"{summary['log_marglik']:.4f}"
+    error = summary.get("log_marglik_error")
+    (value,) = _cells([summary], "log_marglik", _number)
     return f"{value} ± {error:.4f}" if error else value
 
 
@@ -117,10 +125,14 @@ def _residual(summary: Metrics) -> str:
     return f"{summary['sample_residual']:.2g}{mark}"
 
 
-def _status(summary: Metrics) -> str:
+def status(summary: Metrics) -> str:
+    """What the number called evidence is, in words."""
     words = {"exact": "exact", "bound": "a lower bound", "approximation": "an approximation"}
+    found = words.get(summary.get("log_marglik_status", ""))
+    if found is None:
+        return "-"
     kind = METHODS.named(summary["method"]).evidence_kind
-    return words[summary["log_marglik_status"]] + (f" ({kind})" if kind else "")
+    return found + (f" ({kind})" if kind else "")
 
 
 def _width(summary: Metrics) -> str:
@@ -178,9 +190,7 @@ def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
     """A quantity of every run over the epochs; a single last value is a dashed line."""
     shown = []
     for (label, (epochs, summary)), colour in zip(runs.items(), COLOURS, strict=False):
-        evaluated = [metrics for metrics in epochs if key in metrics]
-        positions = [metrics["epoch"] for metrics in evaluated]
-        values = [metrics[key] for metrics in evaluated]
+        positions, values = course(epochs, key)
         final = summary[key]
         name = f"{label}: {final:.3f}"
         if values:
@@ -202,6 +212,13 @@ def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
     axes.set_xlim(0, last)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     _legend_below(axes, columns=2 if max(map(len, runs)) <= SHORT else 1)
+
+
+def course(lines: list[Metrics], key: str) -> tuple[list[int], list[Any]]:
+    """Where a quantity was recorded, and its values there."""
+    recorded = [line for line in lines if line.get(key) is not None]
+    positions = [line.get("epoch", line.get("step", 0)) for line in recorded]
+    return positions, [line[key] for line in recorded]
 
 
 def window(values: list[float], finals: list[float]) -> tuple[float, float]:
@@ -289,7 +306,7 @@ def _legend_below(axes: Axes, columns: int, handlelength: float = 1.5) -> None:
 def _ranges(axes: Axes, runs: Runs) -> None:
     """The learned range of each transformation over the epochs."""
     epochs = next(iter(runs.values()))[0]
-    points = [(m["epoch"], m["augmentation"]) for m in epochs if "augmentation" in m]
+    points = list(zip(*course(epochs, "augmentation"), strict=True))
     styles = ("-", "--", "-", ":", "-.", "--")
     for index, (name, style) in enumerate(zip(RANGES, styles, strict=True)):
         axes.plot(
@@ -313,10 +330,13 @@ def _ranges(axes: Axes, runs: Runs) -> None:
     _legend_below(axes, columns=3, handlelength=2)
 
 
-def _strip(
-    axes: Axes, augment: nn.Module, example: Tensor, shown: int = 23, columns: int = 8
-) -> None:
-    """An input, then copies drawn from the learned augmentation, as a sheet of pictures."""
+def pictures(
+    augment: nn.Module, example: Tensor, shown: int, columns: int
+) -> tuple[Tensor, tuple[int, int], int]:
+    """A sheet [height, width, 3] of an input and copies of it, the size of each and its margin.
+
+    The copies are the same for every augmentation but for their ranges.
+    """
     original = example.unsqueeze(0)
     with torch.no_grad():
         draws = [augmented(augment, original, seed)[0] for seed in range(shown)]
@@ -331,8 +351,16 @@ def _strip(
     gap = max(1, images.shape[1] // 14)
     framed = nn.functional.pad(images, (0, 0, gap, gap, gap, gap), value=1.0)
     sheet = torch.cat([torch.cat(list(row), 1) for row in framed.split(columns)])
+    return sheet, (framed.shape[1], framed.shape[2]), gap
+
+
+def _strip(
+    axes: Axes, augment: nn.Module, example: Tensor, shown: int = 23, columns: int = 8
+) -> None:
+    """An input, then copies drawn from the learned augmentation, as a sheet of pictures."""
+    sheet, frame_size, gap = pictures(augment, example, shown, columns)
     axes.imshow(sheet.numpy(), interpolation="nearest")
-    h, w = framed.shape[1:3]
+    h, w = frame_size
     frame = Rectangle(
         (gap / 2, gap / 2), w - gap - 1, h - gap - 1, fill=False, edgecolor=COLOURS[1], linewidth=2
     )

@@ -81,8 +81,9 @@ def out(tmp_path, monkeypatch):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Without the figure, which takes most of the time of a tiny run and has its own tests."""
+    """Without figure and page, which take most of the time of a tiny run and have own tests."""
     monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.runs.page.save", lambda *_, **__: None)
 
 
 # -------------------------------------------------------------------------------- what a run leaves
@@ -97,7 +98,7 @@ def test_a_run_leaves_what_it_promises(out, capsys):
     assert printed.err == f"warning: not used with --method ntk and --augment none: {unused}\n"
     files = {"config.yaml", "metrics.jsonl", "summary.json"}
     files |= {"checkpoint.pt", "checkpoint.previous.pt"}
-    assert {p.name for p in out.iterdir()} == files | {"figure.png", "baseline"}
+    assert {p.name for p in out.iterdir()} == files | {"figure.png", "report.html", "baseline"}
     assert {p.name for p in (out / "baseline").iterdir()} == files
     (learned, fixed), (epochs, _) = results(out)
     whole = json.loads((out / "summary.json").read_text())
