@@ -215,10 +215,11 @@ def _first(kind: type[Settings]) -> str:
         return ""
     defaults = kind().defaults().flat()
     lines = [
-        f"  {flag_of(name):12} {words} (default: {defaults[name]})"
-        for name, words in kind.first.items()
+        f"  {flag_of(name):12} {words} [{defaults[name]}]" for name, words in kind.first.items()
     ]
-    return "\n".join(["To begin with (all flags are below):", *lines, "\n"])
+    return "\n".join(
+        ["To begin with [what they are by default]; all flags are below:", *lines, "\n"]
+    )
 
 
 def names_given(kind: type[Settings], arguments: Sequence[str] | None = None) -> set[str]:

@@ -140,8 +140,8 @@ def self_test() -> Iterator[Line]:
     """An evidence against its definition, and a tiny run; both take seconds."""
     try:
         from ntkmarglik.programs.doctor import selftest
-    except ModuleNotFoundError as error:
-        yield PROBLEM, f"no self-test without {error.name}: pip install '{NAME}[runner]'"
+    except ModuleNotFoundError as absent:
+        yield PROBLEM, f"no self-test without {absent.name}: pip install '{NAME}[runner]'"
         return
     error = selftest.evidence_error()
     status = OK if error <= selftest.TOLERANCE else PROBLEM

@@ -46,9 +46,16 @@ class Ticket:
 class Executor(Protocol):
     """Submits jobs and says how they are."""
 
-    name: str
-    limit: int  # of jobs submitted and not ended
-    together: bool  # whether jobs are submitted as arrays
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def limit(self) -> int:
+        """Of jobs submitted and not ended."""
+
+    @property
+    def together(self) -> bool:
+        """Whether jobs are submitted as arrays."""
 
     def submit(self, jobs: Sequence[Job], root: Path, slots: Sequence[int]) -> list[Ticket]: ...
 
