@@ -218,7 +218,7 @@ def _first(kind: type[Settings]) -> str:
         f"  {flag_of(name):12} {words} [{defaults[name]}]" for name, words in kind.first.items()
     ]
     return "\n".join(
-        ["To begin with [what they are by default]; all flags are below:", *lines, "\n"]
+        ["To begin with [default]; all flags are below:", *lines, "\n"]
     )
 
 
