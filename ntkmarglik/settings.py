@@ -217,9 +217,7 @@ def _first(kind: type[Settings]) -> str:
     lines = [
         f"  {flag_of(name):12} {words} [{defaults[name]}]" for name, words in kind.first.items()
     ]
-    return "\n".join(
-        ["To begin with [what they are by default]; all flags are below:", *lines, "\n"]
-    )
+    return "\n".join(["To begin with [default]; all flags are below:", *lines, "\n"])
 
 
 def names_given(kind: type[Settings], arguments: Sequence[str] | None = None) -> set[str]:
