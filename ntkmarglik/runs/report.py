@@ -217,7 +217,7 @@ def _curve(axes: Axes, runs: Runs, key: str, title: str) -> None:
 def course(lines: list[Metrics], key: str) -> tuple[list[int], list[Any]]:
     """Where a quantity was recorded, and its values there."""
     recorded = [line for line in lines if line.get(key) is not None]
-    positions = [line.get("epoch", line.get("step", 0)) for line in recorded]
+    positions = [int(line.get("epoch") or line.get("step") or 0) for line in recorded]
     return positions, [line[key] for line in recorded]
 
 

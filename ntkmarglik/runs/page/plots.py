@@ -6,7 +6,8 @@ import itertools
 import math
 from typing import Any
 
-from bokeh.models import BoxAnnotation, FixedTicker, HoverTool, PrintfTickFormatter
+from bokeh.models import FixedTicker, HoverTool, PrintfTickFormatter
+from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
 from ntkmarglik.problem.augment import RANGES

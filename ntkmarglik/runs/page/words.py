@@ -160,7 +160,7 @@ def _comparison(label: str, summary: Metrics, other: str, compared: Metrics) -> 
 
 
 def _learns(summary: Metrics) -> bool:
-    method = summary.get("method")
+    method = str(summary.get("method"))
     return method in METHODS and METHODS.named(method).learns()
 
 
