@@ -40,7 +40,8 @@ RUNS = {
 
 
 def run(name, folder):
-    with mock.patch.multiple("ntkmarglik.runs.report", save=mock.DEFAULT, show=mock.DEFAULT):
+    drawing = mock.patch("ntkmarglik.programs.classify.pictures.draw")
+    with drawing, mock.patch("ntkmarglik.runs.report.show"):
         ntkmarglik.programs.classify.run.run(
             parse([*TINY, *shlex.split(RUNS[name]), "--out", str(folder / name)])
         )

@@ -129,11 +129,11 @@ def main():
     program = pkgutil.resolve_name(PROGRAMS[task["program"]])
     import torch._dynamo  # noqa: F401 - which optimisers import when they are made
 
-    import ntkmarglik.runs.report
     from ntkmarglik.problem.data import load
+    from ntkmarglik.programs.classify import pictures
 
     load("digits", "data")
-    ntkmarglik.runs.report.save = lambda *_, **__: None  # slow, and no part of what is stored
+    pictures.draw = lambda *_, **__: None  # slow, and no part of what is stored
     arguments = task["arguments"]
     again = [*arguments, *(["--resume"] if task["program"] != "grid" else [])]
     place = Path(task["place"])

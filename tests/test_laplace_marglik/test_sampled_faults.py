@@ -471,7 +471,7 @@ def test_the_runner_refuses_to_go_on_with_what_is_not_finite(name, tmp_path, mon
             learned.metrics[name] = value
         return learned
 
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
     monkeypatch.setattr(Sampled, "learn", broken)
     assert main([*FLAGS, "--out", str(tmp_path / "run")]) == 2
     message = capsys.readouterr().err

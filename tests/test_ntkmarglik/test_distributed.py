@@ -71,7 +71,7 @@ LONG = [
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
 
 
 def torchrun(ranks, *arguments, **options):

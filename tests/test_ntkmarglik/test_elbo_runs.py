@@ -97,7 +97,7 @@ def test_learning_digits_by_the_emphasised_elbo():
 
 
 def test_killed_and_resumed_it_ends_in_the_same_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
     eager = [
         *DE_ELBO,
         "--posterior",

@@ -132,7 +132,7 @@ def runs(tmp_path_factory):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+        patch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
         assert main([*DAMAGED, "--out", str(place / "finished")]) == 0
         patch.setattr(RunFolder, "save", interrupted)
         assert main([*DAMAGED, "--out", str(place / "interrupted")]) == 130
@@ -163,7 +163,7 @@ def resume_damaged(runs, state, damage, name, place, capsys, seed=0):
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -48,7 +48,7 @@ def test_the_network_of_a_checkpoint_gives_the_same_rows(tmp_path, capsys):
 
 
 def test_bounds_are_those_of_temperature_one(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
     warm = parse(FEW).run_config().updated(out=tmp_path / "warm", temperature=2.0)
     classify.run(warm)
     assert main([*FEW, "--checkpoint", str(tmp_path / "warm")]) == 2

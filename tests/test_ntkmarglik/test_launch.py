@@ -262,7 +262,7 @@ def test_a_sweep_with_jobs_and_launchers_killed_at_random_ends_as_if_undisturbed
     assert launcher.returncode == 0, said
     assert not plan and "30 done, 0 failed" in said
     assert "| digits-64, mlp | ntk-16-5 | 30 |" in said
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
     for seed in seeds:
         assert main([*settings, "--seed", str(seed), "--out", f"undisturbed/{seed}"]) == 0
         assert results(place / f"runs/{seed}") == results(place / f"undisturbed/{seed}")

@@ -28,7 +28,7 @@ BY_BLOCKS = shlex.split(
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
 
 
 # ----------------------------------------------------------------------------------------- Augerino

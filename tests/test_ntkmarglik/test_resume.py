@@ -46,7 +46,7 @@ DEATHS = [
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

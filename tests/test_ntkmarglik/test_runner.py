@@ -82,8 +82,7 @@ def out(tmp_path, monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Without figure and page, which take most of the time of a tiny run and have own tests."""
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
-    monkeypatch.setattr("ntkmarglik.runs.page.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
 
 
 # -------------------------------------------------------------------------------- what a run leaves

@@ -20,7 +20,7 @@ DEATHS = [("run/checkpoint.pt", 2), ("run/metrics.jsonl", 3), ("baseline/checkpo
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch):
-    monkeypatch.setattr("ntkmarglik.runs.report.save", lambda *_, **__: None)
+    monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
 
 
 def test_it_learns_the_prior_and_predicts_beside_the_map(tmp_path, capsys):

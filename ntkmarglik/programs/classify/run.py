@@ -22,8 +22,7 @@ from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import build
 from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.config import Config, given, parse
-from ntkmarglik.programs.report.folders import pictures_of, title_of
-from ntkmarglik.runs import page, report
+from ntkmarglik.runs import report
 from ntkmarglik.runs.folder import folder_of, name_of, only_writer
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.resumable import check_written, how_to_continue, resumable_run
@@ -73,25 +72,14 @@ def run(config: Config, given: Collection[str] | None = None) -> report.Runs:
 
 def _show(runs: report.Runs, problem: Problem, path: Path) -> None:
     """The table on the terminal, the figure and the page in the run folder."""
-    example = problem.data.x_train[0]
+    from ntkmarglik.programs.classify.pictures import draw  # needs bokeh, which takes a second
+
     ranges = next(iter(runs.values()))[1]["augmentation"]
     if isinstance(problem.augment, AffineAugmentation):  # a finished run was not trained here
         problem.augment.eta.data.copy_(torch.tensor(ranges))
     report.show(runs)
-    report.save(runs, path / "figure.png", augment=problem.augment, example=example)
-    page.save(_page(runs, problem), path / page.FILE)
+    draw(runs, problem, path)
     print(f"run folder: {path}")
-
-
-def _page(runs: report.Runs, problem: Problem) -> page.Page:
-    """The page of a finished run."""
-    label, (_, summary) = next(iter(runs.items()))
-    config = problem.config
-    commands = {label: config.command()}
-    shown = {}
-    if isinstance(problem.augment, AffineAugmentation):
-        shown = pictures_of(config, summary["augmentation"], problem.data.x_train)
-    return page.Page(title_of(summary, label), runs, commands, shown)
 
 
 def _dry_run(config: Config, given: Collection[str] | None) -> report.Runs:
