@@ -83,8 +83,8 @@ def _scheme(grid: np.ndarray) -> None:
     _sign(parameters[1], "≥", (-0.3, 0.5), "Theorem 1")
     _sign(data[1], "≥", (-0.3, 0.5), "Theorem 2")
     _sign(both[1], "≥", (-0.12, 0.5), "Cor. 3.1", (0, -0.75))
-    _sign(data[0], "=", (0.5, 1.36), "equation 6", (0.28, 0))
-    _sign(both[0], "=", (0.5, 1.9), "Theorem 3", (0.3, 0))
+    _sign(data[0], "=", (0.5, 1.36), "equation 6", (0.36, 0))
+    _sign(both[0], "=", (0.5, 1.9), "Theorem 3", (0.36, 0))
     _sign(parameters[2], "≥", (-0.3, 0.5))
     _sign(data[2], "≥", (-0.3, 0.5), "true root")  # as published, single outputs give no bound
     _sign(both[2], "≥", (-0.12, 0.5))
