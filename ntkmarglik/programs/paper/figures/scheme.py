@@ -90,7 +90,7 @@ def _scheme(grid: np.ndarray) -> None:
     _sign(both[2], "≥", (-0.12, 0.5))
     for axes in (grid[0][3], grid[1][3], grid[2][0]):
         axes.set_axis_off()
-    note = "white: taken for zero,\nso that the evidence\ncan only fall\n\ndark: what a step sees"
+    note = "white: taken for zero,\nso that the evidence\ncan only fall\n\ndark: what\na step sees"
     grid[0][3].text(0, 0.5, note, va="center", fontsize=8)
 
 
