@@ -146,6 +146,7 @@ BY_OTHER_PROGRAMS = {
     "digits_ntk_500_1.png",
     "mnist_r180_affine.png",
     "out_of_distribution.png",
+    "report_page.png",
     "rff_elbo.png",
 }
 
