@@ -15,6 +15,7 @@ import argparse
 import csv
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from laplace_marglik import Evidence, GaussianPrior, MarginalLikelihood, Sampled
 from laplace_marglik.posterior.sampled import ConjugateGradients
 from laplace_marglik.posterior.sampled.system import Loader
 from ntkmarglik.learn.evaluate import joint_log_likelihood, metrics
+from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import DEPTH, build
 
@@ -305,7 +307,8 @@ def write(row: dict[str, object], target: Path = TARGET) -> None:
         writer.writerows(rows)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -321,3 +324,7 @@ if __name__ == "__main__":
             found = study(STUDIES[name], given.data_root)
 
             write(found)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from laplace_marglik.posterior.sampled.noise import gradient_noise
 from laplace_marglik.posterior.sampled.solve import conjugate_gradients
 from laplace_marglik.posterior.sampled.system import System
 from ntkmarglik.learn.evaluate import metrics
+from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import build
 
@@ -227,7 +229,8 @@ def write(rows: list[Row], target: Path) -> None:
             writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})  # type: ignore[arg-type]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -242,3 +245,7 @@ if __name__ == "__main__":
         write(
             make(study, load(study.dataset, given.data_root, n_data=study.n_data)), FOLDER / target
         )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
