@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ntkmarglik.programs.paper.figures import (
+    alternatives,
     bound_slack,
     conditioned,
     finetune,
@@ -20,6 +21,7 @@ from ntkmarglik.programs.paper.figures import (
 FIGURES: dict[str, Callable[[Path, Path], None]] = {
     name: draw
     for module in (
+        alternatives,
         methods,
         scheme,
         bound_slack,
