@@ -170,9 +170,9 @@ class Trainer:
         self.problem.model.train()
         for number, index in enumerate(order.split(self.training.batch_size), 1):
             loss = self._weight_step(index, self._step(f"weight step {number}"))
-            for mean, parameter in zip(gradient, parameters, strict=True):
-                if parameter.grad is not None:
-                    mean.add_(parameter.grad, alpha=len(index) / n_data)
+            pairs = zip(gradient, parameters, strict=True)
+            present = [(mean, p.grad) for mean, p in pairs if p.grad is not None]
+            torch._foreach_add_(*zip(*present, strict=True), alpha=len(index) / n_data)
             losses.append(loss * len(index))
         self.weights.zero_grad()
         gradient_norms = torch.stack([mean.norm() for mean in gradient])

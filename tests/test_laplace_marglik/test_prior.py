@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_networks import GROUPS, mlp, randn
+from torch import nn
 from variational_objectives import low_rank
 
 from laplace_marglik import GaussianPrior, MarglikError
@@ -84,3 +85,21 @@ def test_a_covariance_is_refused_where_weights_have_to_be_independent(use):
     model = mlp()
     with pytest.raises(MarglikError, match=r"independent weights.*'0\.\*'"):
         use(correlated(model), dict(model.named_parameters()))
+
+
+def test_the_penalty_of_shared_precisions_can_be_differentiated_twice():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
+    prior = GaussianPrior(model, "layerwise")
+    with torch.no_grad():
+        prior.log_precision.copy_(torch.tensor([0.3, -1.0, 2.0, 0.0]))
+        model[0].bias.zero_()  # the norm has no derivative here, its square has
+    names = [name for name, _ in model.named_parameters()]
+
+    def penalty(*weights):
+        return prior.penalty(dict(zip(names, weights, strict=True)))
+
+    weights = tuple(model.parameters())
+    by_hand = sum(d * w.square().sum() for d, w in zip(prior.precision, weights, strict=True))
+    assert torch.allclose(penalty(*weights), by_hand, rtol=1e-12)
+    assert torch.autograd.gradcheck(penalty, weights)
+    assert torch.autograd.gradgradcheck(penalty, weights)

@@ -38,7 +38,14 @@ def test_a_program_prints_a_script_of_its_flags(shell, capsys):
 def test_bash_completes_commands_and_flags(capsys, tmp_path):
     path = tmp_path / "completion.sh"
     path.write_text(printed(capsys, "--tyro-print-completion", "bash"))
-    for words, answer in (("doc", "doctor"), ("run --sub", "--subset"), ("grid --poi", "--points")):
+    for words, answer in (
+        ("doc", "doctor"),
+        ("run --sub", "--subset"),
+        ("grid --poi", "--points"),
+        ("run --pres", "--preset"),
+        ("run --preset paper-mnist-rotated-", "paper-mnist-rotated-small"),
+        ("grid --conf", "--config"),
+    ):
         done = subprocess.run(
             ["bash", "-c", PRESS, "bash", str(path), "ntk-marglik", *words.split()],
             capture_output=True,

@@ -100,6 +100,17 @@ def test_changes_in_words(before, now, said):
     assert "nan" in words.fold(before, math.nan) and "powers of ten" in words.fold(1, 1e9)
 
 
+@pytest.mark.parametrize("slope, noise, said", [(0.1, 0.01, True), (0, 0.5, False), (0, 0, False)])
+def test_the_evidence_still_rises_only_beyond_its_noise(slope, noise, said):
+    _, summary = made_up()
+    numbers = [
+        {"epoch": epoch, "log_marglik": slope * epoch + noise * math.sin(9.7 * epoch)}
+        for epoch in range(1, 21)
+    ]
+    steps = " ".join(words.next_steps({"ntk": (numbers, summary)}))
+    assert ("still rising" in steps) == said
+
+
 def test_names_from_outside_are_escaped():
     evil = "</script><img src=x onerror=alert(1)>"
     text = rendered(Page(evil, {evil: made_up()}, {evil: evil}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 
 from ntkmarglik.learn.methods import METHODS
@@ -14,7 +15,7 @@ SAME = 1.1  # factors below it are no change that a reader would care about
 TOLD = 3  # layers that changed most; the plot has the others
 SMALL = 0.02  # a range below it moves no pixel of a picture of 28 x 28 by half its width
 OFF = 1e3  # a weight decay that grew so much holds its layer near zero
-RISING = 0.01  # nats per datum in the last fifth of a run
+RISING = 0.01  # nats per datum from one fifth of a run to the next
 
 
 def learned(runs: Runs) -> list[str]:
@@ -180,12 +181,20 @@ def next_steps(runs: Runs, *, finished: bool = True) -> list[str]:
     return steps
 
 
+def _still_rises(values: list[float]) -> bool:
+    """Whether the mean of the last fifth is above that of the fifth before, beyond their noise."""
+    count = len(values) // 5
+    if count < 2:  # no noise can be told from two numbers
+        return False
+    before, after = values[-2 * count : -count], values[-count:]
+    variances = statistics.variance(before) + statistics.variance(after)
+    rise = statistics.mean(after) - statistics.mean(before)
+    return rise > RISING + 2 * math.sqrt(variances / count)
+
+
 def _of_learning(lines: list[Metrics], summary: Metrics) -> Iterator[str]:
     _, values = course(lines, "log_marglik")
-    recent = values[-max(2, len(values) // 5) :]
-    # the noise of single blocks is no rise
-    noise = 2 * (summary.get("log_marglik_error") or 0.0)
-    if len(values) >= 5 and recent[-1] - recent[0] > RISING + noise:
+    if _still_rises(values):
         yield "The evidence was still rising at the end: train for longer (--epochs)."
     start = summary.get("initial_prior_precision")
     held = [name for name, value in layers(summary).items() if start and value > OFF * start]
