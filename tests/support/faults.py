@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PROGRAMS = {
-    "classify": "ntkmarglik.programs.classify.run:main",
-    "grid": "ntkmarglik.programs.grid.run:main",
-    "finetune": "ntkmarglik.programs.finetune.run:main",
+    "classify": "ntkmarglik.programs.classify.command:main",
+    "grid": "ntkmarglik.programs.grid.command:main",
+    "finetune": "ntkmarglik.programs.finetune.command:main",
 }
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = ("os.rename", "os.link", "os.remove", "os.mkdir")

@@ -17,7 +17,7 @@ import torch._dynamo  # which optimisers import when they are made
 from ntkmarglik.runs import checkpoint
 from ntkmarglik.runs import folder as track
 from ntkmarglik.problem.data import load
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 
 load("digits", "data")
 

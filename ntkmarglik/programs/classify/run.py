@@ -16,12 +16,11 @@ from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.train import Trainer
 from ntkmarglik.machine import device as machine
-from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.problem.augment import AffineAugmentation
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import build
 from ntkmarglik.programs.classify import preflight
-from ntkmarglik.programs.classify.config import Config, given, parse
+from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.runs import report
 from ntkmarglik.runs.folder import folder_of, name_of, only_writer
 from ntkmarglik.runs.loggers import Metrics
@@ -30,11 +29,6 @@ from ntkmarglik.runs.summary import summarise
 
 # added to the seed (of which torch uses 32 bits): blocks are drawn independently of batches
 EVIDENCE_SEED = 2**31
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    return exit_code(lambda: run(parse(arguments), given(arguments)))
 
 
 def run(config: Config, given: Collection[str] | None = None) -> report.Runs:
