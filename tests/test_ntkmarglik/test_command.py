@@ -59,3 +59,34 @@ def test_names_are_known_without_torch(flags, words):
     _, said, modules = started(*RUNNER, *flags)
     assert words in said
     assert not large(modules)
+
+
+AT_THE_FIRST_STEP = """
+import sys
+from ntkmarglik.learn.methods.mode import AtMode
+from ntkmarglik.programs.classify.command import main
+
+class FirstStep(BaseException):
+    pass
+
+def loss(self, x, y):
+    raise FirstStep
+
+AtMode.loss = loss
+try:
+    main(sys.argv[1:])
+except FirstStep:
+    print(*sys.modules)
+"""
+
+
+def test_training_begins_before_what_draws_and_shows_is_imported(tmp_path):
+    """And without scikit-learn, which takes as long as torch to read a file of digits."""
+    flags = ["--method", "ntk", "--subset", "500", "--outputs", "1", "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_FIRST_STEP, *flags], cwd=ROOT, capture_output=True, text=True
+    )
+    modules = set(done.stdout.split())
+    assert "torch" in modules, done.stderr
+    assert large(modules) <= {"torch", "numpy"}
+    assert not modules & {"pandas", "pyarrow", "PIL", "rich"}
