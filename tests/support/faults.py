@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from preloaded import preload
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PROGRAMS = {
@@ -127,12 +129,9 @@ def _code(process):
 def main():
     task = json.load(sys.stdin)
     program = pkgutil.resolve_name(PROGRAMS[task["program"]])
-    import torch._dynamo  # noqa: F401 - which optimisers import when they are made
-
-    from ntkmarglik.problem.data import load
     from ntkmarglik.programs.classify import pictures
 
-    load("digits", "data")
+    preload(task["program"])
     pictures.draw = lambda *_, **__: None  # slow, and no part of what is stored
     arguments = task["arguments"]
     again = [*arguments, *(["--resume"] if task["program"] != "grid" else [])]
