@@ -2,7 +2,7 @@
 
 import sys
 
-from ntkmarglik.programs.grid.run import main
+from ntkmarglik.programs.grid.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from ntkmarglik.programs.finetune.run import main
+from ntkmarglik.programs.finetune.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

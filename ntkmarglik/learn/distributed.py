@@ -1,5 +1,4 @@
-"""One run in several processes, started by torchrun: how they meet, what the first does for all,
-weights in common.
+"""One run in several processes, started by torchrun: how they meet, what the first does for all.
 
 Every process draws the same random numbers and takes its own part of the work: data points of a
 batch, blocks of the evidence. One process alone makes no call of torch.distributed.
@@ -16,16 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-from laplace_marglik import Ranks
 from ntkmarglik.errors import NtkMarglikError, PassingProblem
 
 if TYPE_CHECKING:
-    from ntkmarglik.learn.methods.base import Method, Problem
+    import torch
+    from torch import Tensor
+
+    from laplace_marglik import Ranks
 
 T = TypeVar("T")
 MOST_RANKS = 2**20
@@ -91,6 +87,11 @@ def meeting(device: torch.device, seed: int, timeout: float) -> Iterator[Ranks |
     if world_size() == 1:
         yield None
         return
+    import torch
+    import torch.distributed as dist
+
+    from laplace_marglik import Ranks
+
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # a timeout is an error that can be given a name
@@ -123,7 +124,8 @@ def leave_others(code: int) -> None:
     They may be gone: closing the connections to them would end it by a signal (SIGABRT), without
     its exit code.
     """
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # who has not imported it has met nobody
+    if dist is not None and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -156,6 +158,8 @@ def in_turn(
     compute: Callable[[Tensor], Tensor], batches: Sequence[Tensor], ranks: Ranks | None
 ) -> Tensor:
     """Results [n, C] of all batches, one after the other; ranks take batches in turn."""
+    import torch
+
     if ranks is None:
         return torch.cat([compute(batch) for batch in batches])
     computed: dict[int, Tensor] = {}
@@ -170,41 +174,3 @@ def in_turn(
         zeros = batch.new_zeros(len(batch), columns)
         results.append(computed.get(number, zeros))
     return ranks.sum(torch.cat(results), "evaluation")
-
-
-class SharedLoss:
-    """A method's loss of a batch whose data points are shared out, with the gradient of the whole
-    batch.
-
-    Each rank's loss counts n_r R / n, so that DistributedDataParallel, which averages gradients
-    over the R ranks, gives sum_r (n_r / n) grad_r however uneven the parts are.
-    """
-
-    def __init__(self, problem: Problem, method: Method, ranks: Ranks):
-        self.problem = problem
-        self.ranks = ranks
-        module = _Loss(problem.model, method)
-        self._parallel = DistributedDataParallel(module)
-
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        n = len(y)
-        span = self.ranks.spans(n)[self.ranks.rank]
-        share = (span.stop - span.start) * self.ranks.size / n
-        if not share:  # takes part in the reduction of gradients all the same
-            span = slice(0, 1)
-        sharing = getattr(self.problem.augment, "sharing", None)
-        with contextlib.nullcontext() if sharing is None else sharing(span.start, n):
-            return self._parallel(x[span], y[span]) * share
-
-
-class _Loss(nn.Module):
-    """A loss as a module whose parameters are all that it is differentiated in."""
-
-    def __init__(self, model: nn.Module, method: Method):
-        super().__init__()
-        self.model = model
-        self.besides = nn.ParameterList(method.parameters_of_loss())
-        self._method = method
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._method.loss(x, y)

@@ -22,10 +22,11 @@ from laplace_marglik import Evidence
 from laplace_marglik.schedule import cosine, set_rate
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
-from ntkmarglik.learn.distributed import SharedLoss, named
+from ntkmarglik.learn.distributed import named
 from ntkmarglik.learn.evaluate import BATCH, evaluate
 from ntkmarglik.learn.methods import Learned, Method, Problem
 from ntkmarglik.learn.schedule import weight_optimizer
+from ntkmarglik.learn.shared_loss import SharedLoss
 from ntkmarglik.machine.device import peak_memory
 from ntkmarglik.machine.interrupts import deferred_interrupts
 from ntkmarglik.runs.folder import NoFolder, RunFolder

@@ -7,10 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-import torch
-
-from asdl_marglik import CurvatureError
-from laplace_marglik import RanksError
+from asdl_marglik.errors import CurvatureError, RanksError
 from ntkmarglik.errors import (
     INTERRUPTED,
     PASSING,
@@ -77,7 +74,11 @@ def explained() -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there was no memory; those of torch on a CPU have no class."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError):
+        return True
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
         return True
     words = ("can't allocate memory", "not enough memory", "bad_alloc", "Cannot allocate memory")
     return any(word in str(error) for word in words)

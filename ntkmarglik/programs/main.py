@@ -48,9 +48,13 @@ class Command:
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 PROGRAMS = "ntkmarglik.programs"
 COMMANDS = (
-    Command("run", f"{PROGRAMS}.classify.run:main", "train, and learn hyperparameters by evidence"),
-    Command("grid", f"{PROGRAMS}.grid.run:main", "bounds of the evidence over a grid of values"),
-    Command("finetune", f"{PROGRAMS}.finetune.run:main", "fine-tune a pretrained network"),
+    Command(
+        "run", f"{PROGRAMS}.classify.command:main", "train, and learn hyperparameters by evidence"
+    ),
+    Command(
+        "grid", f"{PROGRAMS}.grid.command:main", "bounds of the evidence over a grid of values"
+    ),
+    Command("finetune", f"{PROGRAMS}.finetune.command:main", "fine-tune a pretrained network"),
     Command("launch", f"{PROGRAMS}.launch.run:main", "run a file of commands as jobs, or on SLURM"),
     Command("report", f"{PROGRAMS}.report.run:main", "a page about runs that opens in a browser"),
     Command("figures", f"{PROGRAMS}.paper.draw:main", "draw figures from runs and csv files"),

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ntkmarglik.errors import NtkMarglikError
 
 FORMAT = "ntkmarglik-checkpoint-2"
@@ -44,6 +42,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
     The checkpoint of before stays beside it, in case this one is damaged later.
     """
+    import torch  # jobs of the launcher lock a folder and write notes without it
+
     # Written by torch itself, a checkpoint that meets a full disk ends in an internal error of its
     # zip writer.
     buffer = io.BytesIO()
@@ -79,6 +79,8 @@ def candidates(path: Path) -> Iterator[tuple[Path, dict[str, Any] | NtkMarglikEr
 
 def load(path: Path) -> dict[str, Any]:
     """The state of a checkpoint; an error says what is wrong with the file."""
+    import torch
+
     try:
         # torch does not compare the checksums that its files have
         with zipfile.ZipFile(path) as archive:

@@ -17,12 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from preloaded import preload
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PROGRAMS = {
-    "classify": "ntkmarglik.programs.classify.run:main",
-    "grid": "ntkmarglik.programs.grid.run:main",
-    "finetune": "ntkmarglik.programs.finetune.run:main",
+    "classify": "ntkmarglik.programs.classify.command:main",
+    "grid": "ntkmarglik.programs.grid.command:main",
+    "finetune": "ntkmarglik.programs.finetune.command:main",
 }
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGES = ("os.rename", "os.link", "os.remove", "os.mkdir")
@@ -127,12 +129,9 @@ def _code(process):
 def main():
     task = json.load(sys.stdin)
     program = pkgutil.resolve_name(PROGRAMS[task["program"]])
-    import torch._dynamo  # noqa: F401 - which optimisers import when they are made
-
-    from ntkmarglik.problem.data import load
     from ntkmarglik.programs.classify import pictures
 
-    load("digits", "data")
+    preload(task["program"])
     pictures.draw = lambda *_, **__: None  # slow, and no part of what is stored
     arguments = task["arguments"]
     again = [*arguments, *(["--resume"] if task["program"] != "grid" else [])]

@@ -8,18 +8,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SUPPORT = str(Path(__file__).parent)  # what the driver imports is there
 # The runner in processes that die half-way through the nth write of a file; everything else is the
 # real thing. They are forks of one process that has imported torch, since importing it takes longer
 # than these runs.
 DRIVER = """
 import json, os, signal, sys
-import torch._dynamo  # which optimisers import when they are made
+from preloaded import preload
 from ntkmarglik.runs import checkpoint
 from ntkmarglik.runs import folder as track
-from ntkmarglik.problem.data import load
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 
-load("digits", "data")
+preload("classify")
 
 def dying(write, half):
     def wrapped(path, content):
@@ -52,7 +52,8 @@ for victim, left in json.loads(sys.argv[1]):
 def kill(deaths, arguments):
     """Run the runner again and again, each time until it dies; deaths: (file, number of write)."""
     command = [sys.executable, "-c", DRIVER, json.dumps(deaths), *arguments]
+    environment = {**ENVIRONMENT, "PYTHONPATH": SUPPORT}
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, check=False
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -9,14 +9,14 @@ from cases import CASES
 from small_networks import randn
 from torch import nn
 
-import asdl_marglik.curvature.structure
+import asdl_marglik.curvature.cover
 from asdl_marglik import ggn_diagonal
 from laplace_marglik import Categorical, GaussianPrior, MarginalLikelihood
 
 
 @pytest.fixture(autouse=True)
 def _no_kept_rows(monkeypatch):
-    monkeypatch.setattr(asdl_marglik.curvature.structure, "KEPT_ROWS", 0)
+    monkeypatch.setattr(asdl_marglik.curvature.cover, "KEPT_ROWS", 0)
 
 
 def marglik(model, n, **options):

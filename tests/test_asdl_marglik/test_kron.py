@@ -12,7 +12,7 @@ from small_networks import mlp, randn
 from torch import nn
 from torch.nn import functional as F
 
-import asdl_marglik.curvature.structure
+import asdl_marglik.curvature.cover
 from asdl_marglik import STRUCTURES, naive
 from laplace_marglik import Gaussian, GaussianPrior, MarginalLikelihood
 
@@ -239,7 +239,7 @@ def test_equal_copies_count_as_one(case, setting):
 @pytest.mark.parametrize("exact", [True, False])
 def test_other_parameters_get_their_exact_or_diagonal_block(name, exact, monkeypatch):
     if not exact:
-        monkeypatch.setattr(asdl_marglik.curvature.structure, "EXACT_BLOCK", 0)
+        monkeypatch.setattr(asdl_marglik.curvature.cover, "EXACT_BLOCK", 0)
     case = by_name[name]
     ml, x, y = setup(case, "kfac")
     table = {line.split()[0]: line for line in ml.describe(x).splitlines()[1:-1]}

@@ -24,7 +24,7 @@ from laplace_marglik import (
 from laplace_marglik.posterior.sampled import ConjugateGradients, LadderEvidence, Sgd
 from laplace_marglik.posterior.sampled.dimension import NEGLIGIBLE, PriorStep
 from ntkmarglik.learn.methods.sampled import Sampled
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 
 INPUTS, HIDDEN = 4, 10
 

@@ -16,7 +16,7 @@ import torch
 from data_files import random_split, write_idx, write_parquet, write_set
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.problem.data import DATASETS, load
+from ntkmarglik.problem.data import DATASETS, digits, load
 from ntkmarglik.problem.data.sources import CIFAR_MEAN, CIFAR_STD, SOURCES
 from ntkmarglik.problem.data.transforms import VARIANTS, draw_transformations, warp
 
@@ -44,6 +44,25 @@ def test_digits_need_no_files():
     assert data.x_train.min() == 0 and data.x_train.max() == 1
     share = [torch.bincount(y).float() / len(y) for y in (data.y_train, data.y_test)]
     torch.testing.assert_close(share[0], share[1], atol=0.003, rtol=0)  # stratified
+
+
+def test_digits_are_split_as_by_scikit_learn():
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    split = train_test_split(pixels, labels, test_size=360, stratify=labels, random_state=0)
+    (train, train_labels), (test, test_labels) = digits.read_digits()
+    for ours, theirs in zip((train, test, train_labels, test_labels), split, strict=True):
+        np.testing.assert_array_equal(ours.reshape(theirs.shape), theirs)
+
+
+def test_digits_are_found_wherever_scikit_learn_has_them(monkeypatch):
+    ours = digits.read_digits()
+    monkeypatch.setattr(digits, "FILE", "nowhere.csv.gz")
+    for split, again in zip(ours, digits.read_digits(), strict=True):
+        for array, same in zip(split, again, strict=True):
+            np.testing.assert_array_equal(array, same)
 
 
 def test_digits_split_is_a_partition_of_the_originals():

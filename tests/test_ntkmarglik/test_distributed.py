@@ -16,7 +16,7 @@ from distributed_runs import RUNS, differences
 from tiny_runs import results
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.programs.launch.lines import read_lines
 from ntkmarglik.runs import checkpoint
 from ntkmarglik.runs.metrics import read_metrics
@@ -209,7 +209,7 @@ def test_a_rank_beyond_their_number_is_refused(monkeypatch, capsys):
 
 OTHER_DATA = """
 import dataclasses, os, sys
-from ntkmarglik.programs.classify import run
+from ntkmarglik.programs.classify import command, run
 
 load = run.load
 
@@ -223,7 +223,7 @@ def other(*arguments, **options):
     return dataclasses.replace(data, x_train=data.x_train[:-1], y_train=data.y_train[:-1])
 
 run.load = other
-sys.exit(run.main())
+sys.exit(command.main())
 """
 
 
@@ -278,7 +278,7 @@ def test_the_documents_show_lines_that_can_be_launched(place):
 
 
 @pytest.mark.parametrize(
-    "program", ["ntkmarglik.programs.grid.run", "ntkmarglik.programs.finetune.run"]
+    "program", ["ntkmarglik.programs.grid.command", "ntkmarglik.programs.finetune.command"]
 )
 def test_other_programs_refuse_several_processes(program, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -9,8 +9,9 @@ from tiny_runs import TINY, results
 from trained_runs import DEATHS, trained
 
 from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.programs.classify.config import parse
-from ntkmarglik.programs.classify.run import main, run
+from ntkmarglik.programs.classify.run import run
 from ntkmarglik.programs.paper.experiments import estimator, label_of
 from ntkmarglik.runs.metrics import read_metrics
 

@@ -12,8 +12,8 @@ from generators import ROOT, printed, script
 
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.problem.models import DEPTH, MODELS, build
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.programs.classify.config import parse
-from ntkmarglik.programs.classify.run import main
 from ntkmarglik.programs.finetune.config import parse as parse_finetuning
 from ntkmarglik.programs.finetune.plan import PLANS
 from ntkmarglik.programs.grid.config import parse as parse_grid

@@ -14,7 +14,7 @@ from faults import FAULTS, folder_of, inject
 from grids import FEW
 from tiny_runs import TINY, results
 
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.programs.grid.table import read
 from ntkmarglik.runs.folder import RunFolder
 

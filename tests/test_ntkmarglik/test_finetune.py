@@ -37,11 +37,12 @@ from ntkmarglik.programs.finetune import (
     swag,
 )
 from ntkmarglik.programs.finetune.checkpoints import Place
+from ntkmarglik.programs.finetune.command import main
 from ntkmarglik.programs.finetune.config import FinetuneConfig, Search, parse
 from ntkmarglik.programs.finetune.fit import Fit
 from ntkmarglik.programs.finetune.objectives import Map
 from ntkmarglik.programs.finetune.plan import PLANS, Candidate, Result, best
-from ntkmarglik.programs.finetune.run import PREDICT_SEED, main
+from ntkmarglik.programs.finetune.run import PREDICT_SEED
 from ntkmarglik.programs.finetune.scores import macro_accuracy
 from ntkmarglik.runs.folder import read_summary
 from ntkmarglik.runs.metrics import read_metrics

@@ -199,7 +199,7 @@ def test_more_values_need_no_more_passes():
 DYING = """
 import os, signal, sys
 from ntkmarglik.runs import checkpoint
-from ntkmarglik.programs.grid.run import main
+from ntkmarglik.programs.grid.command import main
 whole, left = checkpoint.replace, int(sys.argv[1])
 def replace(path, content):
     global left

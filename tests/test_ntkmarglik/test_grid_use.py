@@ -13,8 +13,9 @@ from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.machine.speed import Speed
 from ntkmarglik.programs.classify import run as classify
 from ntkmarglik.programs.grid.bound import bounds_of, exact_bound
+from ntkmarglik.programs.grid.command import main
 from ntkmarglik.programs.grid.config import Grid, GridConfig, parse
-from ntkmarglik.programs.grid.run import is_complete, main, run
+from ntkmarglik.programs.grid.run import is_complete, run
 from ntkmarglik.programs.grid.table import BOUNDS, read
 from ntkmarglik.programs.paper.figures import bound_slack
 

@@ -19,7 +19,7 @@ import pytest
 from tiny_runs import ROOT, TINY, results
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 
 pytest.importorskip("submitit")
 from launches import Fake, fakes, follow, sweep_of, until, written

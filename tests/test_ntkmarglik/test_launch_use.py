@@ -18,7 +18,7 @@ from tiny_runs import TINY
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.programs.finetune.config import FinetuneConfig
-from ntkmarglik.programs.grid.run import main as grid_main
+from ntkmarglik.programs.grid.command import main as grid_main
 from ntkmarglik.programs.launch import run as launch
 from ntkmarglik.programs.launch.board import Board, table
 from ntkmarglik.programs.launch.lines import (
@@ -155,7 +155,7 @@ def test_a_line_of_finetuning(place):
     assert isinstance(hub, FinetuneLine) and hub.folder == Path("a")
     assert line.folder == Path("runs/digits-1000-net-map-gs-seed4")
     assert {"--resume", "--out"} <= set(line.job().arguments) and line.job().place == place
-    assert line.job().program == "ntkmarglik.programs.finetune.run:main"
+    assert line.job().program == "ntkmarglik.programs.finetune.command:main"
     assert line.progress() == "starting" and not line.finished()
     line.folder.mkdir(parents=True)
     metrics = {"fit": 1, "fit_step": 200, "loss": 0.5, "test_accuracy": 0.75}

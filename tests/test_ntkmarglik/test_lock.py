@@ -6,7 +6,7 @@ import time
 
 from tiny_runs import ROOT, TINY
 
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.runs.lock import FolderLock
 
 HOLDER = """

@@ -3,7 +3,7 @@
 import pytest
 from tiny_runs import TINY
 
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.runs.loggers import numbers
 from ntkmarglik.runs.metrics import read_metrics
 

@@ -47,7 +47,7 @@ def test_a_command_gets_the_arguments_and_its_code_is_returned(monkeypatch, caps
         return 75
 
     monkeypatch.setattr(sys, "argv", ["ntk-marglik", "run", "--epochs", "2"])
-    monkeypatch.setattr("ntkmarglik.programs.classify.run.main", program)
+    monkeypatch.setattr("ntkmarglik.programs.classify.command.main", program)
     assert front.main() == 75
     assert capsys.readouterr().out == "ntk-marglik run ['--epochs', '2']\n"
 
@@ -74,7 +74,7 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
 
     monkeypatch.setattr(sys, "argv", ["ntk-marglik"])
-    monkeypatch.setattr("ntkmarglik.programs.grid.run.main", program)
+    monkeypatch.setattr("ntkmarglik.programs.grid.command.main", program)
     assert front.main(["grid"]) == 2
     assert "needs yaml: pip install 'ntk-marglik[runner]'" in capsys.readouterr().err
 

@@ -13,8 +13,9 @@ from asdl_marglik import Passes, augmented
 from laplace_marglik import evidence_by_blocks
 from laplace_marglik.examples import dealt
 from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.programs.classify.config import parse
-from ntkmarglik.programs.classify.run import main, prepare, run
+from ntkmarglik.programs.classify.run import prepare, run
 
 AUGERINO = [
     *TINY,

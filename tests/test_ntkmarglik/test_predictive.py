@@ -10,7 +10,7 @@ from torch import nn
 from laplace_marglik import GaussianPrior, MarginalLikelihood
 from ntkmarglik.learn.evaluate import calibration_error, metrics, reliability
 from ntkmarglik.learn.predictive import posterior_scores
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = (X[:, 0] > 0).long()

@@ -21,8 +21,8 @@ from ntkmarglik.learn.methods.mode import MeasuredByBlocks
 from ntkmarglik.problem.data import load
 from ntkmarglik.problem.models import MODELS, build
 from ntkmarglik.programs.classify import preflight
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.programs.classify.config import Config, parse
-from ntkmarglik.programs.classify.run import main
 from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.grid.bound import bounds_of
 from ntkmarglik.programs.grid.config import GridConfig

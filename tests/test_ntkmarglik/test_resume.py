@@ -16,7 +16,7 @@ from tiny_runs import TINY, results
 
 from ntkmarglik.learn.methods.laplace import Laplace
 from ntkmarglik.learn.train import Trainer
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.runs import checkpoint
 from ntkmarglik.runs.metrics import read_metrics
 

@@ -24,8 +24,9 @@ from ntkmarglik.machine import device as machine
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import DEPTH, MODELS
 from ntkmarglik.programs.classify import preflight
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.programs.classify.config import Config, parse
-from ntkmarglik.programs.classify.run import baseline_of, main, prepare, run
+from ntkmarglik.programs.classify.run import baseline_of, prepare, run
 from ntkmarglik.runs import checkpoint
 from ntkmarglik.runs.folder import RunFolder
 from ntkmarglik.runs.metrics import read_metrics
@@ -438,7 +439,7 @@ def test_a_full_disk_costs_files_but_not_the_result(tmp_path):
     """Really full: the process may write files of 500 bytes only."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))"
     code = (
-        f"{limit}\nimport sys\nfrom ntkmarglik.programs.classify.run import main\n"
+        f"{limit}\nimport sys\nfrom ntkmarglik.programs.classify.command import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(

@@ -12,8 +12,9 @@ from laplace_marglik import SampledLaplace
 from ntkmarglik.learn.methods import METHODS
 from ntkmarglik.learn.methods.sampled import SampledScore
 from ntkmarglik.problem.data import load
+from ntkmarglik.programs.classify.command import main
 from ntkmarglik.programs.classify.config import parse
-from ntkmarglik.programs.classify.run import main, prepare, run
+from ntkmarglik.programs.classify.run import prepare, run
 
 DEATHS = [("run/checkpoint.pt", 2), ("run/metrics.jsonl", 3), ("baseline/checkpoint.pt", 2)]
 

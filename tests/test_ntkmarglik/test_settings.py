@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.programs.classify import run as classify
+from ntkmarglik.programs.classify import command as classify
 from ntkmarglik.programs.classify.config import Config
-from ntkmarglik.programs.finetune import run as finetune
+from ntkmarglik.programs.finetune import command as finetune
 from ntkmarglik.programs.finetune.config import FinetuneConfig
-from ntkmarglik.programs.grid import run as grid
+from ntkmarglik.programs.grid import command as grid
 from ntkmarglik.programs.grid.config import GridConfig
 from ntkmarglik.settings import (
     Settings,

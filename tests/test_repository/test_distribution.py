@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from ntkmarglik.problem.data import digits
+
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ["asdl_marglik", "laplace_marglik"]
 UNNEEDED = {".git", ".ci", "build", "data", "runs", "tests", "illustrations"}
@@ -86,6 +88,7 @@ def test_one_wheel_holds_everything(tmp_path):
     assert set(found) == ours
     configs = {p.relative_to(ROOT) for p in (ROOT / "ntkmarglik").rglob("*.yaml")}
     assert configs and all((target / path).exists() for path in configs)
+    assert (target / digits.ORDER.relative_to(ROOT)).exists()
     assert all((target / name / "py.typed").exists() for name in LIBRARIES)
 
 

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
-from asdl_marglik import augmented, run_averaged
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods.base import AUGMENT_RATES, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.methods.mode import MeasuredByBlocks
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 class Augerino(MeasuredByBlocks):
@@ -44,6 +45,10 @@ class Augerino(MeasuredByBlocks):
         return [] if self.problem.augment is None else list(self.problem.augment.parameters())
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        import torch
+
+        from asdl_marglik import augmented, run_averaged
+
         problem = self.problem
         if problem.augment is None:
             return super().loss(x, y)

@@ -1,31 +1,35 @@
-"""What the training loop needs of a method."""
+"""What the training loop needs of a method.
+
+Methods are known by name before torch is imported, which takes longer than to read a command line:
+their files import it, and what needs it, in functions.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
-
-from laplace_marglik import (
-    Categorical,
-    ClassPartition,
-    Evidence,
-    GaussianPrior,
-    InducingPartition,
-    MarginalLikelihood,
-    Partition,
-    Ranks,
-)
-from laplace_marglik.evidence.gradient_rows import is_gradient
-from laplace_marglik.evidence.rows import n_root_columns
-from laplace_marglik.examples import TensorExamples
-from laplace_marglik.likelihood.base import GradientRoot, Root
+from asdl_marglik.lazy import Later
 from ntkmarglik.learn.config import Config
-from ntkmarglik.problem.data import Dataset
 from ntkmarglik.runs.loggers import Metrics
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from laplace_marglik import (
+        Categorical,
+        Evidence,
+        GaussianPrior,
+        InducingPartition,
+        MarginalLikelihood,
+        Partition,
+        Ranks,
+    )
+    from laplace_marglik.examples import TensorExamples
+    from laplace_marglik.likelihood.base import GradientRoot, Root
+    from ntkmarglik.problem.data import Dataset
 
 LearnsBy = Literal["nothing", "loss", "evidence", "samples"]
 # curvature of blocks, samples of the posterior, or draws of a variational posterior
@@ -50,7 +54,9 @@ class Problem:
     augment: nn.Module | None
     generator: torch.Generator  # columns, partitions and augmentations of the evidence
     ranks: Ranks | None = None  # processes of torchrun
-    likelihood: Categorical = field(default_factory=Categorical)  # with its temperature
+    likelihood: Categorical = field(  # with its temperature
+        default_factory=Later("laplace_marglik:Categorical")
+    )
 
     @property
     def full_batch(self) -> bool:
@@ -71,6 +77,8 @@ class Problem:
         )
 
     def marginal_likelihood(self, structure: str) -> MarginalLikelihood:
+        from laplace_marglik import MarginalLikelihood
+
         estimator = self.config.estimator
         budget = self.config.run.memory_budget * 1e9
         return MarginalLikelihood(
@@ -102,17 +110,23 @@ class Problem:
     @property
     def examples(self) -> TensorExamples:
         """The training data."""
+        from laplace_marglik.examples import TensorExamples
+
         return TensorExamples(self.data.x_train, self.data.y_train)
 
     @property
     def n_outputs(self) -> int | None:
         """Root columns in a block; None for all, also where there are none to choose from."""
+        from laplace_marglik.evidence.gradient_rows import is_gradient
+
         estimator = self.config.estimator
         return None if is_gradient(estimator.root) else estimator.outputs or None
 
     @property
     def rows_per_datum(self) -> int:
         """Rows of each datum in a block."""
+        from laplace_marglik.evidence.gradient_rows import is_gradient
+
         estimator = self.config.estimator
         if is_gradient(estimator.root):
             return estimator.root_samples
@@ -121,6 +135,10 @@ class Problem:
     @property
     def n_columns(self) -> int:
         """Root columns that rows of conditioned blocks are drawn from."""
+        import torch
+
+        from laplace_marglik.evidence.rows import n_root_columns
+
         estimator = self.config.estimator
         root: Root | GradientRoot = "eigen" if estimator.root == "auto" else estimator.root
         shape = torch.Size([self.data.n_classes])
@@ -128,6 +146,8 @@ class Problem:
 
     def partition(self) -> Partition | InducingPartition:
         """Blocks of the configured kind; all data when the subset is 0."""
+        from laplace_marglik import ClassPartition, InducingPartition, Partition
+
         estimator, data = self.config.estimator, self.data
         if estimator.inducing:
             return InducingPartition(
@@ -200,6 +220,8 @@ class Method(ABC):
     @classmethod
     def run_name(cls, config: Config) -> str:
         """The method in the name of a run: METHOD-S-K, as the paper writes it; N and C mean all."""
+        from laplace_marglik.evidence.gradient_rows import is_gradient
+
         if not cls.uses_blocks():
             return cls.name
         estimator = config.estimator

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor, nn
-
-from laplace_marglik import Bounds, DataEmphasizedELBO, Evidence
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
-from ntkmarglik.learn.evaluate import BATCH, metrics
 from ntkmarglik.learn.methods.base import AUGMENT_RATES, BLOCKS, HYPER_RATES, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.runs.loggers import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from laplace_marglik import Bounds, Evidence
 
 DRAWS = 2  # of the weights for an estimate during training
 FINAL_DRAWS = 20  # and at the end
@@ -34,6 +34,8 @@ class Variational(Method):
     structure = "elbo"
 
     def __init__(self, problem: Problem):
+        from laplace_marglik import DataEmphasizedELBO
+
         super().__init__(problem)
         estimator = problem.config.estimator
         self.objective = DataEmphasizedELBO(
@@ -98,6 +100,10 @@ class Variational(Method):
 
     def extras(self) -> Metrics:
         """Scores of predictions averaged over draws of the posterior."""
+        import torch
+
+        from ntkmarglik.learn.evaluate import BATCH, metrics
+
         found = super().extras()
         if self.problem.config.run.predict == "none":
             return found

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from asdl_marglik import STRUCTURES, Structure
-from laplace_marglik import Evidence, EvidenceLearner
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods.base import (
@@ -22,8 +19,10 @@ from ntkmarglik.learn.methods.base import (
 )
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.methods.mode import MeasuredByBlocks
-from ntkmarglik.learn.predictive import BATCH, SCORED, posterior_scores
 from ntkmarglik.runs.loggers import Metrics
+
+if TYPE_CHECKING:
+    from laplace_marglik import Evidence
 
 
 class Laplace(MeasuredByBlocks):
@@ -37,6 +36,8 @@ class Laplace(MeasuredByBlocks):
     learns_by = "evidence"
 
     def __init__(self, problem: Problem):
+        from laplace_marglik import EvidenceLearner
+
         super().__init__(problem, self.structure)
         estimator, training = problem.config.estimator, problem.config.training
         self.learner = EvidenceLearner(
@@ -114,6 +115,10 @@ class Laplace(MeasuredByBlocks):
 
     def extras(self) -> Metrics:
         """Scores of the posterior's predictions, of the structure of the method."""
+        import torch
+
+        from ntkmarglik.learn.predictive import BATCH, SCORED, posterior_scores
+
         problem = self.problem
         found = super().extras()
         if problem.config.run.predict == "none":

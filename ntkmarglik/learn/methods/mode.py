@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from laplace_marglik import Evidence, Partition
-from laplace_marglik.evidence.on_blocks import OnBlocks
 from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods.base import BLOCKS, Method, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from laplace_marglik import Evidence
+    from laplace_marglik.evidence.on_blocks import OnBlocks
 
 # settings of single structures of the curvature
 OF_STRUCTURE = {"kfac": frozenset({"kfac"}), "blockdiag": frozenset({"weight_blocks"})}
@@ -49,6 +50,11 @@ class MeasuredByBlocks(AtMode):
 
     def evidence(self) -> Evidence:
         """The mean over blocks (at most SCORED_BLOCKS of them) with its standard error."""
+        import torch
+
+        from laplace_marglik import Evidence, Partition
+        from laplace_marglik.evidence.on_blocks import OnBlocks
+
         partition = self.problem.partition()
         if not self.problem.full_batch:
             ranks = None if self.ml.ranks is not None else self.problem.ranks
@@ -60,6 +66,8 @@ class MeasuredByBlocks(AtMode):
 
     def measured(self, on_blocks: OnBlocks) -> Evidence:
         """The mean over blocks that are drawn now."""
+        from laplace_marglik import Partition
+
         partition = on_blocks.partition
         count = SCORED_BLOCKS
         if isinstance(partition, Partition):

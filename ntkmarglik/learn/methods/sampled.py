@@ -11,22 +11,20 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from laplace_marglik import Evidence, GaussianPrior, SampledLaplace
 from laplace_marglik.errors import NotConverged
-from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
-from laplace_marglik.schedule import is_due
 from ntkmarglik.errors import NtkMarglikError
 from ntkmarglik.learn.config import Config, Sampling
 from ntkmarglik.learn.distributed import in_turn
-from ntkmarglik.learn.evaluate import joint_log_likelihood, metrics
 from ntkmarglik.learn.methods.base import ROUNDS, Learned, Method, Problem
 from ntkmarglik.learn.methods.mode import AtMode
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.settings import warn_unused
+
+if TYPE_CHECKING:
+    from laplace_marglik import Evidence
+    from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
 
 # settings of the other solver
 OTHER_SOLVER = {"cg": {"solver_steps"}, "sgd": {"solver_passes", "preconditioner_rows"}}
@@ -40,6 +38,9 @@ class SampledScore(AtMode):
     structure = "sampled"
 
     def __init__(self, problem: Problem):
+        from laplace_marglik import GaussianPrior, SampledLaplace
+        from laplace_marglik.posterior.sampled import ConjugateGradients, Sgd
+
         super().__init__(problem)
         sampling = problem.config.sampling
         solver: ConjugateGradients | Sgd = Sgd(
@@ -139,6 +140,10 @@ class SampledScore(AtMode):
 
     def extras(self) -> Metrics:
         """Test metrics of sampled predictions, and what the samples say about themselves."""
+        import torch
+
+        from ntkmarglik.learn.evaluate import metrics
+
         data = self.problem.data
         found: Metrics = self.joint()
         both = in_turn(
@@ -161,6 +166,10 @@ class SampledScore(AtMode):
         """Log-likelihood of several test labels together, by samples and by the network, for the
         same inputs.
         """
+        import torch
+
+        from ntkmarglik.learn.evaluate import joint_log_likelihood
+
         data, found = self.problem.data, {}
         predictors = {
             "": lambda x: self.outputs(x).unsqueeze(0),
@@ -235,6 +244,10 @@ class Sampled(SampledScore):
         warn_unused(config, OTHER_SOLVER[solver], f"--solver {solver}")
 
     def learn(self, epoch: int) -> Learned | None:
+        import torch
+
+        from laplace_marglik.schedule import is_due
+
         training = self.problem.config.training
         if not is_due(epoch, training.burnin, training.frequency):
             return None
@@ -261,6 +274,8 @@ class Sampled(SampledScore):
         """All passes of all samples, twice for the mode and the first solution, from one product on
         one batch.
         """
+        import torch
+
         posterior = self.posterior
         batches = self.batches()
         sampling = self.problem.config.sampling

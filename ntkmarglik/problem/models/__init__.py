@@ -1,19 +1,22 @@
-"""Networks by name: plain torch modules from images [n, c, h, w] to outputs [n, C]."""
+"""Networks by name: plain torch modules from images [n, c, h, w] to outputs [n, C].
+
+Their names are known before torch is imported, which takes longer than to read a command line.
+"""
+
+from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
+from asdl_marglik.lazy import Later
 from ntkmarglik.errors import NtkMarglikError
-from ntkmarglik.problem.models.lenet import cnn, mininet
-from ntkmarglik.problem.models.mlp import mlp
-from ntkmarglik.problem.models.resnet import resnet, resnet50
-from ntkmarglik.problem.models.resnet_norm import resnet_norm
-from ntkmarglik.problem.models.wrn import wrn
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 __all__ = ["DEPTH", "MODELS", "Model", "build", "check_uses", "n_parameters"]
 
@@ -29,13 +32,13 @@ class Model:
 
 
 MODELS: dict[str, Model] = {
-    "mlp": Model(mlp, ("width",)),
-    "cnn": Model(cnn),
-    "mininet": Model(mininet),
-    "resnet": Model(resnet, ("depth", "width")),
-    "resnet50": Model(resnet50, ("width",)),
-    "wrn": Model(wrn, ("width",)),
-    "resnet_norm": Model(resnet_norm, ("depth", "width")),
+    "mlp": Model(Later(f"{__name__}.mlp:mlp"), ("width",)),
+    "cnn": Model(Later(f"{__name__}.lenet:cnn")),
+    "mininet": Model(Later(f"{__name__}.lenet:mininet")),
+    "resnet": Model(Later(f"{__name__}.resnet:resnet"), ("depth", "width")),
+    "resnet50": Model(Later(f"{__name__}.resnet:resnet50"), ("width",)),
+    "wrn": Model(Later(f"{__name__}.wrn:wrn"), ("width",)),
+    "resnet_norm": Model(Later(f"{__name__}.resnet_norm:resnet_norm"), ("depth", "width")),
 }
 
 
@@ -64,6 +67,8 @@ def n_parameters(
     name: str, input_shape: tuple[int, int, int], n_classes: int, *, depth: int, width: int
 ) -> float:
     """Number of weights of a network that is not made; infinite beyond what can be counted."""
+    import torch
+
     model = model_named(name)
     sizes = {"depth": depth, "width": width}
     try:
@@ -89,6 +94,8 @@ def build(
     first-stage width (residual networks) or widening factor (wrn), 0 for the published one; seed: a
     number, or a generator to draw it.
     """
+    import torch
+
     model = model_named(name)
     if len(input_shape) != 3 or min(input_shape) < 1 or n_classes < 1:
         raise NtkMarglikError(

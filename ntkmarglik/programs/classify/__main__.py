@@ -2,7 +2,7 @@
 
 import sys
 
-from ntkmarglik.programs.classify.run import main
+from ntkmarglik.programs.classify.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

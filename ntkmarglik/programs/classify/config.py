@@ -23,7 +23,10 @@ def given(arguments: Sequence[str] | None = None) -> set[str]:
 def parse(arguments: Sequence[str] | None = None) -> Config:
     """Settings from flags; `--config file.yaml` and `--preset name` stand for those of files."""
     arguments = _with_presets(arguments)
-    method = parse_as(Config, arguments, Config().updated(method=UNNAMED)).estimator.method
+    config = parse_as(Config, arguments, Config().updated(method=UNNAMED))
+    method = config.estimator.method
+    if method == UNNAMED:
+        return config
     return parse_as(Config, arguments, Config().updated(method=method))
 
 

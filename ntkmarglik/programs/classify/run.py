@@ -6,6 +6,7 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
@@ -16,28 +17,24 @@ from ntkmarglik.learn.methods import METHODS, Method, Problem
 from ntkmarglik.learn.methods.map import Map
 from ntkmarglik.learn.train import Trainer
 from ntkmarglik.machine import device as machine
-from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.problem.augment import AffineAugmentation
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.problem.models import build
 from ntkmarglik.programs.classify import preflight
-from ntkmarglik.programs.classify.config import Config, given, parse
-from ntkmarglik.runs import report
+from ntkmarglik.programs.classify.config import Config
 from ntkmarglik.runs.folder import folder_of, name_of, only_writer
 from ntkmarglik.runs.loggers import Metrics
 from ntkmarglik.runs.resumable import check_written, how_to_continue, resumable_run
 from ntkmarglik.runs.summary import summarise
 
+if TYPE_CHECKING:
+    from ntkmarglik.runs.report import Runs
+
 # added to the seed (of which torch uses 32 bits): blocks are drawn independently of batches
 EVIDENCE_SEED = 2**31
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    return exit_code(lambda: run(parse(arguments), given(arguments)))
-
-
-def run(config: Config, given: Collection[str] | None = None) -> report.Runs:
+def run(config: Config, given: Collection[str] | None = None) -> Runs:
     """Train the configured method (and the MAP baseline), and show the comparison.
 
     given: settings that were asked for, where the others are defaults and may follow the data; None
@@ -70,9 +67,11 @@ def run(config: Config, given: Collection[str] | None = None) -> report.Runs:
     return runs
 
 
-def _show(runs: report.Runs, problem: Problem, path: Path) -> None:
+def _show(runs: Runs, problem: Problem, path: Path) -> None:
     """The table on the terminal, the figure and the page in the run folder."""
-    from ntkmarglik.programs.classify.pictures import draw  # needs bokeh, which takes a second
+    # need matplotlib and bokeh, which take a second
+    from ntkmarglik.programs.classify.pictures import draw
+    from ntkmarglik.runs import report
 
     ranges = next(iter(runs.values()))[1]["augmentation"]
     if isinstance(problem.augment, AffineAugmentation):  # a finished run was not trained here
@@ -82,7 +81,7 @@ def _show(runs: report.Runs, problem: Problem, path: Path) -> None:
     print(f"run folder: {path}")
 
 
-def _dry_run(config: Config, given: Collection[str] | None) -> report.Runs:
+def _dry_run(config: Config, given: Collection[str] | None) -> Runs:
     """What a run would take, measured in one process."""
     data = _data(config)
     problem = preflight.fitted(prepare(config, data), given)
@@ -107,7 +106,7 @@ def _data(config: Config) -> Dataset:
     )
 
 
-def _runs(problem: Problem, method: Method, path: Path) -> report.Runs:
+def _runs(problem: Problem, method: Method, path: Path) -> Runs:
     """The configured run and, if it learns hyperparameters, the same without."""
     label = name_of(problem.config)
     runs = {label: train(problem, method, path, label)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from asdl_marglik import naive
 from laplace_marglik import GaussianPrior, MarginalLikelihood
-from ntkmarglik.programs.classify.run import main as classify
+from ntkmarglik.programs.classify.command import main as classify
 from ntkmarglik.runs.folder import read_summary
 
 TOLERANCE = 1e-10  # of each number by itself; with four seeds they differed by at most 7e-15

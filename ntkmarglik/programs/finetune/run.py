@@ -19,10 +19,9 @@ from ntkmarglik.learn.distributed import refuse_several
 from ntkmarglik.learn.evaluate import metrics
 from ntkmarglik.learn.predictive import BATCH, SCORED, posterior_scores
 from ntkmarglik.machine import device as machine
-from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.programs.finetune import inputs, report
 from ntkmarglik.programs.finetune.checkpoints import check_name, find
-from ntkmarglik.programs.finetune.config import FinetuneConfig, parse
+from ntkmarglik.programs.finetune.config import FinetuneConfig
 from ntkmarglik.programs.finetune.examples import check_dataset, is_text
 from ntkmarglik.programs.finetune.fit import Fit
 from ntkmarglik.programs.finetune.objectives import LIKELIHOOD, Elbo
@@ -38,11 +37,6 @@ from ntkmarglik.runs.summary import commit
 from ntkmarglik.settings import check_values, warn_unused
 
 PREDICT_SEED = 2**30  # added to the seed: draws of predictions are independent of all others
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    return exit_code(lambda: run(parse(arguments)))
 
 
 def run(config: FinetuneConfig) -> Metrics:

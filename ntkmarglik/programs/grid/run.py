@@ -15,12 +15,11 @@ from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.distributed import refuse_several
 from ntkmarglik.learn.methods import METHODS, Problem
 from ntkmarglik.machine import device as machine
-from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.problem.data import Dataset, load
 from ntkmarglik.programs.classify import preflight
 from ntkmarglik.programs.classify.run import prepare, train
 from ntkmarglik.programs.grid.bound import INDUCING, Bound, bounds_of, exact_bound
-from ntkmarglik.programs.grid.config import CSV, GridConfig, parse
+from ntkmarglik.programs.grid.config import CSV, GridConfig
 from ntkmarglik.programs.grid.cost import seconds_of, shares_kernel
 from ntkmarglik.programs.grid.evaluate import (
     Evaluator,
@@ -33,11 +32,6 @@ from ntkmarglik.programs.grid.table import Table, row
 from ntkmarglik.runs import checkpoint
 from ntkmarglik.runs.folder import check_writable, only_writer
 from ntkmarglik.settings import check_values, warn_unused
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    return exit_code(lambda: run(parse(arguments)), "interrupted; the same command continues")
 
 
 def run(config: GridConfig) -> Path | None:

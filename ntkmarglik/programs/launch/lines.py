@@ -56,7 +56,7 @@ class RunLine:
         """What to submit."""
         if self.processes is None:
             return Job(
-                "ntkmarglik.programs.classify.run:main",
+                "ntkmarglik.programs.classify.command:main",
                 tuple(self.config.arguments()),
                 self.folder,
                 Path.cwd(),
@@ -107,7 +107,7 @@ class GridLine:
     def job(self) -> Job:
         """What to submit."""
         return Job(
-            "ntkmarglik.programs.grid.run:main",
+            "ntkmarglik.programs.grid.command:main",
             tuple(self.config.arguments()),
             self.folder,
             Path.cwd(),
@@ -150,7 +150,7 @@ class FinetuneLine:
     def job(self) -> Job:
         """What to submit."""
         return Job(
-            "ntkmarglik.programs.finetune.run:main",
+            "ntkmarglik.programs.finetune.command:main",
             tuple(self.config.arguments()),
             self.folder,
             Path.cwd(),

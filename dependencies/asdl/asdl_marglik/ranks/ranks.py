@@ -16,13 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asdl_marglik.errors import CurvatureError
+from asdl_marglik.errors import RanksError
 
 T = TypeVar("T")
-
-
-class RanksError(CurvatureError):
-    """A rank did not answer: it has died, hangs, or does something else."""
 
 
 class Ranks:
