@@ -88,7 +88,7 @@ def log_det_factor(
     """
     factor, info = torch.linalg.cholesky_ex(identity_plus)
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-    if not info.any() and pivots.amin() >= 1 - ROUNDING:
+    if not info.any() and pivots.amin().item() >= 1 - ROUNDING:
         logs = pivots.log()
         return logs.sum(-1) if conditioning is None else conditioning.sum(logs), factor, True
     if not identity_plus.isfinite().all():
