@@ -387,8 +387,12 @@ def _is_wide(rows: Tensor) -> bool:
 
 def _smaller_gram(rows: Tensor) -> Tensor:
     """The smaller of R R^T and R^T R, in float64."""
+    rows = rows if _is_wide(rows) else rows.mT
+    if rows.shape[:-2].numel() == 1:  # half of one large product is enough
+        gram = gram_in_double(rows.reshape(rows.shape[-2:]))
+        return gram.reshape(*rows.shape[:-2], *gram.shape)
     rows = rows.to(torch.float64)
-    return rows @ rows.mT if _is_wide(rows) else rows.mT @ rows
+    return rows @ rows.mT
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:
