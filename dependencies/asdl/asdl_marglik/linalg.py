@@ -88,7 +88,7 @@ def log_det_factor(
     """
     factor, info = torch.linalg.cholesky_ex(identity_plus)
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-    if not info.any() and pivots.amin() >= 1 - ROUNDING:
+    if not info.any() and pivots.amin().item() >= 1 - ROUNDING:
         logs = pivots.log()
         return logs.sum(-1) if conditioning is None else conditioning.sum(logs), factor, True
     if not identity_plus.isfinite().all():
@@ -387,8 +387,12 @@ def _is_wide(rows: Tensor) -> bool:
 
 def _smaller_gram(rows: Tensor) -> Tensor:
     """The smaller of R R^T and R^T R, in float64."""
+    rows = rows if _is_wide(rows) else rows.mT
+    if rows.shape[:-2].numel() == 1:  # half of one large product is enough
+        gram = gram_in_double(rows.reshape(rows.shape[-2:]))
+        return gram.reshape(*rows.shape[:-2], *gram.shape)
     rows = rows.to(torch.float64)
-    return rows @ rows.mT if _is_wide(rows) else rows.mT @ rows
+    return rows @ rows.mT
 
 
 def eigenvalues(matrix: Tensor) -> Tensor:

@@ -145,10 +145,9 @@ class GaussianPrior(nn.Module):
     def check_precision(self) -> None:
         """Refuse precisions that overflow: the evidence would mean nothing."""
         values = self.log_precision.detach()
-        valid = values.abs() <= LARGEST_LOG  # False for NaN
-        if valid.all():
+        if values.abs().max().item() <= LARGEST_LOG:  # False for NaN
             return
-        entry = int((~valid).nonzero()[0])
+        entry = int((~(values.abs() <= LARGEST_LOG)).nonzero()[0])
         raise MarglikError(
             f"the log precision of group {self.group_names[entry]!r} is {float(values[entry]):g} "
             f"(NaN or beyond {LARGEST_LOG:g}), which overflows; learn the prior with a smaller "
@@ -247,7 +246,7 @@ class GaussianPrior(nn.Module):
         Args:
             squares: sums of (w - mean)^2 for each entry of the precision [G], from `squares`.
         """
-        return (self.log_precision.double().exp() * squares).sum()
+        return torch.dot(self.log_precision.double().exp(), squares)
 
     def penalty(self, weights: Mapping[str, Tensor]) -> Tensor:
         """(w - mean)^T P0 (w - mean), differentiable in the weights but not in the precision.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from asdl_marglik.linalg import gram_of
+from asdl_marglik.rules import autocorrelation
 from asdl_marglik.rules.base import Call, Rule, Wanted, named, register, weights_among
 
 _DIMENSIONS = {
@@ -132,11 +133,15 @@ class Convolution(Rule):
     def moment(self, call: Call, role: str, a: Tensor) -> Tensor:
         if call.options["groups"] > 1:
             return super().moment(call, role, a)
+        if autocorrelation.applies(call, a):
+            return autocorrelation.moment(call, a).unsqueeze(0)
         return gram_of(_by_feature(call, a)).unsqueeze(0)
 
     def pull_moment(self, call: Call, role: str, a: Tensor, bar: Tensor) -> Tensor:
         if call.options["groups"] > 1:
             return super().pull_moment(call, role, a, bar)
+        if autocorrelation.applies(call, a):
+            return autocorrelation.pull_moment(call, a, bar[0])
         symmetric = bar[0] + bar[0].mT
         return _from_feature(call, symmetric @ _by_feature(call, a), a)
 

@@ -51,7 +51,7 @@ class Evidence:
 
     @property
     def total(self) -> Tensor:
-        return self.log_likelihood - 0.5 * self.scatter - 0.5 * self.log_det_ratio
+        return self.log_likelihood - 0.5 * (self.scatter + self.log_det_ratio)
 
     @property
     def interval_width(self) -> float | None:

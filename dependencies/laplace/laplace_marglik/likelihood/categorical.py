@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import nll_loss, one_hot
 
 from asdl_marglik import eigen_root, psd_sqrt
 from laplace_marglik.errors import MarglikError
@@ -83,9 +83,10 @@ class Categorical(Likelihood):
         log_p = self._log_p(f)
         y = self._targets(f, y)
         if self._has_plain_targets(y):
-            index = y.clamp(min=0).unsqueeze(2)
-            of_targets = log_p.gather(2, index).squeeze(2)
-            return of_targets.masked_fill(y == self.ignore_index, 0.0).sum(1)
+            losses = nll_loss(
+                log_p.flatten(0, 1), y.flatten(), ignore_index=self.ignore_index, reduction="none"
+            )
+            return -losses.view(y.shape).sum(1)
         return (self._weights_of(y, log_p) * log_p).sum((1, 2))
 
     def predict(self, f: Tensor) -> Tensor:
@@ -151,8 +152,11 @@ class Categorical(Likelihood):
                 + ("; for classes on the last axis use Categorical(class_axis=-1)" if last else "")
             )
         y = y.reshape(len(f), -1)
-        counted = y[y != self.ignore_index]
         classes = f.shape[axis]
+        # the usual case, in few operations
+        if y.numel() and int(y.min()) >= 0 and int(y.max()) < classes:
+            return y.long()
+        counted = y[y != self.ignore_index]
         if counted.numel() and not (int(counted.min()) >= 0 and int(counted.max()) < classes):
             raise MarglikError(
                 f"class indices must be in 0..{classes - 1}, or {self.ignore_index} to be ignored, "

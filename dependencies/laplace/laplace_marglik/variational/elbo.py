@@ -157,7 +157,7 @@ class DataEmphasizedELBO:
     def kl(self) -> Tensor:
         """KL(q || p) of all weights in nats, in float64."""
         terms = divergence(self.weights, self.prior, self.width)
-        return terms.total(self._variance(terms))
+        return terms.least() if self.variance == "optimal" else terms.total(self._variance(terms))
 
     def prior_variance(self) -> dict[str, Tensor]:
         """The prior's variances: by group name, or, if elements have their own, by weight name."""

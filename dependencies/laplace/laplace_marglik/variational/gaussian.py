@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -116,14 +116,39 @@ class LearnedWidth(nn.Module):
             noise: by parameter name, shaped as the weights.
         """
         sigma = self.sigma
+        xi = [noise[name] for name in weights]
+        if len(sigma) == 1:
+            return dict(zip(weights, _Perturbed.apply(sigma, xi, *weights.values()), strict=True))
         # one operation for all weights, instead of an indexing for each
         entries = sigma.unbind() if len(sigma) <= len(self.groups) else ()
         perturbed = {}
-        for name, w in weights.items():
+        for (name, w), own in zip(weights.items(), xi, strict=True):
             group = self.groups[name]
             width = entries[group] if isinstance(group, int) else self.of(sigma, name, w)
-            perturbed[name] = torch.addcmul(w, width, noise[name])
+            perturbed[name] = torch.addcmul(w, width, own)
         return perturbed
+
+
+class _Perturbed(torch.autograd.Function):
+    """m + sigma * noise of all weights for one sigma [1], in fewer operations than autograd's.
+
+    They would be a good part of a training step on little data.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sigma: Tensor, noise: list[Tensor], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.noise = noise  # constants, made for this draw
+        width = sigma.squeeze()
+        return tuple(torch.addcmul(w, width, xi) for w, xi in zip(weights, noise, strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(cotangents, ctx.noise, strict=True)
+        products = [torch.dot(bar.flatten(), xi.flatten()) for bar, xi in pairs]
+        return torch.stack(products).sum(0, keepdim=True), None, *cotangents
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:

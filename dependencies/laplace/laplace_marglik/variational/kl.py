@@ -61,6 +61,11 @@ class Divergence:
         """
         return (self.scatter(variance) + self.log_det_ratio(variance)) / 2
 
+    def least(self) -> Tensor:
+        """KL of all groups at v*, in fewer operations than `total`."""
+        widths = torch.dot(self.dimension, self.optimal_variance().log())
+        return (widths + (self.log_det_prior - self.log_det_posterior).sum()) / 2
+
 
 class _SquaredNorms(torch.autograd.Function):
     """|e|^2 of every tensor in float64, in fewer operations than autograd's derivative takes.
@@ -71,7 +76,7 @@ class _SquaredNorms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        norms = [torch.linalg.vector_norm(e, dtype=torch.float64) for e in tensors]
+        norms = torch._foreach_norm(tensors, dtype=torch.float64)
         return torch.stack(norms).square_()
 
     @staticmethod
@@ -79,7 +84,7 @@ class _SquaredNorms(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
         tensors = ctx.saved_tensors
         factors = (2 * cotangents[0]).to(tensors[0].dtype).unbind()
-        return tuple(e * factor for e, factor in zip(tensors, factors, strict=True))
+        return tuple(torch._foreach_mul(tensors, factors))
 
 
 def divergence(
@@ -117,14 +122,17 @@ def _by_group(
     width: LearnedWidth,
 ) -> Divergence:
     """The terms for a prior with Sigma = I in every group."""
-    variance = width.sigma.double().square()
+    sigma = width.sigma.double()
+    variance = sigma * sigma  # of which the derivative takes less than that of a power
     device = variance.device
-    numbers = torch.tensor([prior.groups[name] for name in weights], device=device)
+    numbers = [prior.groups[name] for name in weights]
     zero = torch.zeros(len(prior.group_names), dtype=torch.float64, device=device)
 
     def summed(values: Tensor) -> Tensor:
         """Values of each weight, added up in its group [G]."""
-        return zero.index_add(0, numbers, values)
+        if numbers == list(range(len(zero))):  # each weight is a group
+            return values
+        return zero.index_add(0, torch.tensor(numbers, device=device), values)
 
     sizes = [w.numel() for w in weights.values()]
     sizes_of_weights = torch.tensor(sizes, dtype=torch.float64, device=device)

@@ -46,6 +46,7 @@ class Combination:
                 self.side = len(kernel)
                 rows, columns = torch.tril_indices(self.side, self.side, device=kernel.device)
                 self._entries = rows * self.side + columns
+                self._places = _places(rows, columns, self.side)
                 # an entry of the triangle stands for two of the matrix
                 self._occurs = 2.0 - (rows == columns).double()
             v = _root_of_rank_one(kernel, eps)
@@ -58,7 +59,8 @@ class Combination:
             descending=True, stable=True
         )
         self._back = self._order.argsort()
-        self._vectors = torch.stack(vectors, 1) if vectors else None  # [N, G1]
+        self._sizes = [len(vectors), len(lower)]
+        self._vectors = torch.stack(vectors) if vectors else None  # [G1, N]
         self._lower = torch.stack(lower) if lower else None  # [G2, N (N + 1) / 2]
 
     def log_det_identity_plus(self, coefficients: Tensor) -> Tensor:
@@ -70,26 +72,27 @@ class Combination:
         return _LogDet.apply(coefficients, self)
 
     def total(self, coefficients: Tensor) -> Tensor:
-        """The weighted sum; its upper triangle is not defined."""
-        n_vectors = 0 if self._vectors is None else self._vectors.shape[1]
-        of_vectors, of_lower = coefficients[self._order].tensor_split([n_vectors])
-        total = coefficients.new_zeros(self.side, self.side)
-        if self._lower is not None:
-            total.view(-1).index_copy_(0, self._entries, of_lower @ self._lower)
+        """The weighted sum [N, N]."""
+        of_vectors, of_lower = coefficients.index_select(0, self._order).split(self._sizes)
+        if self._lower is None:
+            total = coefficients.new_zeros(self.side, self.side)
+        else:  # a gather, which is faster than to scatter the triangle into zeros
+            lower = of_lower @ self._lower
+            total = lower.index_select(0, self._places).view(self.side, self.side)
         if self._vectors is not None:
-            total.addmm_(self._vectors * of_vectors, self._vectors.mT)
+            total.addmm_(self._vectors.mT * of_vectors, self._vectors)
         return total
 
     def inner_products(self, matrix: Tensor) -> Tensor:
         """<matrix, K_g> [G] with a symmetric matrix."""
         products = []
         if self._vectors is not None:
-            products.append(((matrix @ self._vectors) * self._vectors).sum(0))
+            products.append(((self._vectors @ matrix) * self._vectors).sum(1))
         if self._lower is not None:
             # inverses come by column: no copy
             entries = matrix.mT.reshape(-1).index_select(0, self._entries)
             products.append(self._lower @ entries.mul_(self._occurs))
-        return torch.cat(products)[self._back]
+        return torch.cat(products).index_select(0, self._back)
 
 
 class _LogDet(torch.autograd.Function):
@@ -111,6 +114,15 @@ class _LogDet(torch.autograd.Function):
         kernels: Combination = ctx.kernels
         derivative = derivative_of(saved, ctx.is_factor, kernels.conditioning)
         return cotangents[0] * kernels.inner_products(derivative), None
+
+
+def _places(rows: Tensor, columns: Tensor, side: int) -> Tensor:
+    """Where in a triangle, given by its rows and columns, each entry of the matrix stands [N N]."""
+    places = torch.empty(side, side, dtype=torch.long, device=rows.device)
+    numbers = torch.arange(len(rows), device=rows.device)
+    places[rows, columns] = numbers
+    places[columns, rows] = numbers
+    return places.flatten()
 
 
 def _root_of_rank_one(kernel: Tensor, eps: float) -> Tensor | None:
