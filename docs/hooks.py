@@ -1,28 +1,62 @@
-"""Hooks of mkdocs: pages show the pictures and the claims page of illustrations/."""
+"""Hooks of mkdocs: files beside docs/ belong to the site, and links to them work in both places.
+
+Pages are read in the repository too, so that their links are those of the repository.
+"""
 
 from __future__ import annotations
 
+import posixpath
+import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-CLAIMS = "illustrations/README.md"
+# pages and files outside docs/ that the site shows
+BESIDE = (
+    "illustrations/*.png",
+    "illustrations/README.md",
+    "examples/*",
+    "dependencies/*/README.md",
+)
+ALONE = ("CONTRIBUTING.md", "CHANGELOG.md")
+ALTERNATIVES = {"Alternatives": "alternatives.md"}
+LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^()#\s:]+)(?P<anchor>#[^()\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """The page of alternatives is in the menu as soon as it is there."""
+    if (ROOT / "docs/alternatives.md").exists():
+        results = next(entry["Results"] for entry in config.nav if "Results" in entry)
+        results.append(ALTERNATIVES)
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pictures, and the page of the paper's claims."""
-    for picture in sorted((ROOT / "illustrations").glob("*.png")):
-        files.append(
-            File.generated(config, f"illustrations/{picture.name}", abs_src_path=str(picture))
-        )
-    files.append(File.generated(config, CLAIMS, abs_src_path=str(ROOT / CLAIMS)))
+    """Add what the site shows of the rest of the repository, under its path there."""
+    for pattern in (*BESIDE, *ALONE):
+        for path in sorted(ROOT.glob(pattern)):
+            if path.is_file():
+                uri = path.relative_to(ROOT).as_posix()
+                files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links that lead out of docs/ in the repository stay within the site."""
-    if page.file.src_uri == CLAIMS:
-        return markdown.replace("](../ntkmarglik/", "](#ntkmarglik/").replace("](data", "](#data")
-    return markdown.replace("](../illustrations/", "](illustrations/")
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Links to files of the repository lead to their place in the site, or become plain text."""
+    source = page.file.src_uri
+    generated = page.file.generated_by is not None
+    folder = posixpath.dirname(source if generated else f"docs/{source}")
+
+    def moved(link: re.Match) -> str:
+        path = posixpath.normpath(posixpath.join(folder, link["path"]))
+        if not (ROOT / path).exists():
+            return link[0]
+        uri = path.removeprefix("docs/")
+        if files.get_file_from_path(uri) is None:
+            return link["text"][1:-1]
+        target = posixpath.relpath(uri, posixpath.dirname(source) or ".")
+        return f"{link['text']}({target}{link['anchor'] or ''})"
+
+    return LINK.sub(moved, markdown)

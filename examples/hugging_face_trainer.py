@@ -8,7 +8,13 @@ import tempfile
 
 import matplotlib.pyplot as plt
 import torch
-from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from laplace_marglik import EvidenceLearner, GaussianPrior, MarginalLikelihood
 from laplace_marglik.integrations.transformers import EvidenceCallback
@@ -25,19 +31,11 @@ train, test = (
     [{"pixel_values": image, "labels": label} for image, label in zip(x, y, strict=True)]
     for x, y in ((digits.x_train, digits.y_train), (digits.x_test, digits.y_test))
 )
-model = ViTForImageClassification(
-    ViTConfig(
-        image_size=8,
-        patch_size=2,
-        num_channels=1,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        num_labels=10,
-        initializer_range=0.15,  # weights of 0.02, the default, look as if they were not needed
-    )
-)
+image = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+# weights of 0.02, the default of transformers, would look as if they were not needed
+start = {"intermediate_size": 64, "initializer_range": 0.15}
+model = ViTForImageClassification(ViTConfig(**image, **size, **start))
 
 # parts of the network that share a precision; the first pattern that fits decides
 parts = {"*embeddings*": "embeddings", "*attention*": "attention", "*norm*": "norms"}
@@ -58,6 +56,7 @@ with tempfile.TemporaryDirectory() as folder:
     )
     callback = EvidenceCallback(learner)
     trainer = Trainer(model, settings, train_dataset=train, callbacks=[callback])
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     scores = trainer.evaluate(test)
 

@@ -49,9 +49,8 @@ ml = MarginalLikelihood(model, "classification", n_data=len(train), prior=prior)
 learner = EvidenceLearner(ml, train, rows=100, steps_per_block=10, total_rounds=options.epochs)
 
 accelerator = Accelerator(cpu=True)
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 5e-3)
-for group in optimizer.param_groups:
-    group["weight_decay"] = 0.0  # the learned one takes its place
+weights = [p for p in model.parameters() if p.requires_grad]
+optimizer = torch.optim.AdamW(weights, 5e-3, weight_decay=0.0)  # the learned one takes its place
 model, optimizer, loader = accelerator.prepare(
     model, optimizer, DataLoader(train, batch_size=32, shuffle=True)
 )
@@ -68,10 +67,12 @@ model.eval()
 with torch.no_grad():
     batch = next(iter(DataLoader(test, len(test))))
     right = (model(**batch).logits.argmax(1) == batch["labels"]).float().mean().item()
-print(f"{prior}\nright on test texts: {100 * right:.1f} per cent")
+low, high = prior.precision.min().item(), prior.precision.max().item()
+print(f"learned precisions of {len(prior.group_names)} matrices: {low:.1f} to {high:.1f}")
+print(f"right on test texts: {100 * right:.1f} per cent")
 
 names = [name.replace("base_model.model.", "") for name in prior.group_names]
-figure, axis = plt.subplots(figsize=(7, 0.22 * len(names) + 1), layout="constrained")
+figure, axis = plt.subplots(figsize=(7, 6.5), layout="constrained")
 axis.barh([name.partition(".default")[0] for name in names], prior.precision.tolist())
 axis.set(xlabel="learned prior precision (it began at 1)")
 axis.tick_params(axis="y", labelsize=7)

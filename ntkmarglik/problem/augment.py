@@ -49,14 +49,18 @@ class AffineAugmentation(nn.Module):
     are the sampling grid. Immer et al. (2022), Invariance Learning in Deep Neural Networks with
     Differentiable Laplace Approximations.
 
-    samples: A. flip: also mirror left and right with probability 1/2. learn: names of the ranges
-    that are learned. init: where the learned ranges start (the others stay 0), or all six values.
     Exactly 0 is no augmentation, but a bad start: the gradient there has mean 0 over eps, since eta
     and -eta are the same law, and bilinear sampling has a kink at whole pixels. Hence 0.05: less
     than a pixel on 28x28.
 
     The draws come from torch's global generator: the evidence visits an input twice, and seeds and
     forks that generator around each visit, for this module as for any other a user may pass.
+
+    Args:
+        samples: copies A of each input.
+        flip: also mirror left and right with probability 1/2.
+        init: where the learned ranges start (the others stay 0), or all six values.
+        learn: names of the ranges that are learned.
     """
 
     eta: nn.Parameter

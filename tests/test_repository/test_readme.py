@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run
 
 from ntkmarglik.programs.classify.config import Config, parse
 from ntkmarglik.programs.finetune.config import FinetuneConfig
@@ -20,7 +21,7 @@ from ntkmarglik.programs.paper.figures import NUMBERS
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path
-    for part in (".", "docs", "benchmarks", "illustrations")
+    for part in (".", "docs", "docs/tutorials", "benchmarks", "illustrations", "examples")
     for path in ROOT.glob(f"{part}/*.md")
 )
 SCRIPT = "python classification_image.py"
@@ -91,8 +92,9 @@ def test_the_commands_of_tables_and_figures_exist():
     assert shown == set(NUMBERS)
 
 
-def blocks(language):
-    texts = [path.read_text() for path in DOCUMENTS]
+def blocks(language, documents):
+    """The fenced blocks of a language."""
+    texts = [path.read_text() for path in documents]
     return [
         block
         for text in texts
@@ -100,27 +102,89 @@ def blocks(language):
     ]
 
 
-def test_the_site_is_built_without_warnings(tmp_path):
-    pytest.importorskip("mkdocs")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(tmp_path),
-    ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "estimators/index.html").exists() and (
-        tmp_path / "illustrations/bounds_ntk.png"
-    ).exists()
+# pages made of parts of programs that have tests of their own, and one that registers things
+PARTS = {ROOT / "docs/how_it_works.md", *(ROOT / "docs/tutorials").glob("*.md")}
+REGISTERS = ROOT / "docs/extending.md"
+WHOLE = [path for path in DOCUMENTS if path not in PARTS | {REGISTERS, ROOT / "README.md"}]
+
+
+def same_words(printed, shown, tolerance=None):
+    """Whether two texts have the same words, and numbers within a relative tolerance."""
+    number = r"(?<![\w.])-?\d+\.?\d*(?:e-?\d+)?"
+    words = [re.sub(number, "#", text).split() for text in (printed, shown)]
+    values = [[float(found) for found in re.findall(number, text)] for text in (printed, shown)]
+    assert words[0] == words[1]
+    assert tolerance is None or values[0] == pytest.approx(values[1], rel=tolerance)
+
+
+def test_words_and_numbers_are_compared():
+    same_words("decay 1.0e-03 of a1", "decay 1.1e-03 of a1", 0.2)
+    same_words("decay 1.0", "decay 7")
+    for printed, tolerance in (("decay 2.0", 0.2), ("delay 1.0", None)):
+        with pytest.raises(AssertionError):
+            same_words(printed, "decay 1.0", tolerance)
+
+
+def test_the_readme_prints_what_it_says(monkeypatch, capsys):
+    """In full: another machine rounds differently, and learns nearly the same."""
+    monkeypatch.chdir(ROOT)
+    (code,) = blocks("python", [ROOT / "README.md"])
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    same_words(capsys.readouterr().out, blocks("text", [ROOT / "README.md"])[0], 0.3)
+
+
+def shell_lines(document):
+    """Every command of the fenced blocks for a shell."""
+    lines = "".join(blocks("bash", [document])).splitlines()
+    return [part.strip() for line in lines for part in line.split("&&")]
+
+
+def check_install(words):
+    """The files and extras that a line of pip names are there."""
+    extras = (ROOT / "pyproject.toml").read_text()
+    targets = [word for word in words if not word.startswith("-")]
+    for target in targets:
+        name, _, extra = target.partition("[")
+        assert (ROOT / name).exists()
+        assert not extra or f"\n{extra.rstrip(']')} = [" in extras
+
+
+def test_every_command_of_the_readme_works(tmp_path):
+    """At a small size. The line of all tests is the one that CI runs."""
+    small = "--epochs 2 --burnin 1 --frequency 1 --n-data 60 --subset 30 --batch-size 30"
+    for line in shell_lines(ROOT / "README.md"):
+        words = shlex.split(line)
+        if words[:2] == ["pip", "install"]:
+            check_install(words[2:])
+        elif words[:3] == ["python", "-m", "pytest"]:
+            assert line in (ROOT / "CONTRIBUTING.md").read_text()
+        else:
+            command = [ROOT / words[1], *words[2:], *shlex.split(small)]
+            printed = run(*command, cwd=tmp_path)
+            (folder,) = (tmp_path / "runs").iterdir()
+            assert "ntk-30-1" in folder.name and (folder / "report.html").exists()
+            assert "baseline" in printed
+
+
+def test_the_readme_can_be_read():
+    """130 lines or so, of 100 columns; but a line to be copied stays whole."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    long = [line for line in lines if len(line) > 100]
+    assert len(lines) <= 140 and all(line.startswith("pip install") for line in long)
+
+
+def test_extending_prints_what_it_says():
+    """In a process of its own: what is registered would stay in this one."""
+    code = "\n".join(blocks("python", [REGISTERS]))
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    same_words(done.stdout, "".join(blocks("text", [REGISTERS])), 0.1)
 
 
 @pytest.mark.parametrize(
-    "code", blocks("python"), ids=lambda code: f"{len(code.splitlines())} lines"
+    "code", blocks("python", WHOLE), ids=lambda code: f"{len(code.splitlines())} lines"
 )
 def test_python_examples_run(code, monkeypatch, capsys):
     """Loops over a number of epochs make their last one only."""

@@ -77,12 +77,13 @@ def jacobian_rows(
 ) -> Tensor:
     """Rows u_k^T J of the network's Jacobian [n, K, P], J[i, c] = d f_c(x_i) / d w.
 
-    >>> model = nn.Linear(3, 2).double()
-    >>> x = torch.eye(3).double()
-    >>> jacobian_rows(model, x).shape  # 3 inputs, 2 outputs, 8 weights
-    torch.Size([3, 2, 8])
-    >>> jacobian_rows(model, x, torch.ones(1, 2).double(), weights=["bias"])[0]
-    tensor([[1., 1.]], dtype=torch.float64)
+    Examples:
+        >>> model = nn.Linear(3, 2).double()
+        >>> x = torch.eye(3).double()
+        >>> jacobian_rows(model, x).shape  # 3 inputs, 2 outputs, 8 weights
+        torch.Size([3, 2, 8])
+        >>> jacobian_rows(model, x, torch.ones(1, 2).double(), weights=["bias"])[0]
+        tensor([[1., 1.]], dtype=torch.float64)
 
     Args:
         model: network that maps inputs [n, ...] to outputs [n, ...], C numbers for each input.
@@ -113,12 +114,13 @@ def ntk(
         "sum"   sum_c Theta[i, j, c, c]                                [n1, n2]
         index   Theta[i, j, index, index]                              [n1, n2]
 
-    >>> model = nn.Linear(3, 2).double()
-    >>> x = torch.eye(3).double()
-    >>> ntk(model, x).detach()  # for each of 2 outputs <x, x'> + 1
-    tensor([[4., 2., 2.],
-            [2., 4., 2.],
-            [2., 2., 4.]], dtype=torch.float64)
+    Examples:
+        >>> model = nn.Linear(3, 2).double()
+        >>> x = torch.eye(3).double()
+        >>> ntk(model, x).detach()  # for each of 2 outputs <x, x'> + 1
+        tensor([[4., 2., 2.],
+                [2., 4., 2.],
+                [2., 2., 4.]], dtype=torch.float64)
 
     Args:
         model: network that maps inputs [n, ...] to outputs [n, ...].
@@ -176,13 +178,14 @@ def ggn(
 
     Lambda_i = -d^2 log p(y_i | f_i) / df^2; of an indefinite one the positive semi-definite part.
 
-    >>> model = nn.Linear(2, 1, bias=False).double()
-    >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0]]).double()
-    >>> def log_prob(f, y):  # unit noise: H = X^T X
-    ...     return -0.5 * (f - y).square().sum(1)
-    >>> ggn(model, x, torch.zeros(2, 1), log_prob).detach()
-    tensor([[5., 2.],
-            [2., 1.]], dtype=torch.float64)
+    Examples:
+        >>> model = nn.Linear(2, 1, bias=False).double()
+        >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0]]).double()
+        >>> def log_prob(f, y):  # unit noise: H = X^T X
+        ...     return -0.5 * (f - y).square().sum(1)
+        >>> ggn(model, x, torch.zeros(2, 1), log_prob).detach()
+        tensor([[5., 2.],
+                [2., 1.]], dtype=torch.float64)
 
     Args:
         model: network that maps inputs [n, ...] to outputs [n, ...].
@@ -212,12 +215,13 @@ def ggn_blocks(
 ) -> dict[str, Tensor]:
     """The diagonal blocks of the GGN, by name of the module or of the parameter tensor.
 
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    >>> x, y = torch.ones(4, 2).double(), torch.zeros(4, 1).double()
-    >>> def log_prob(f, y):
-    ...     return -0.5 * (f - y).square().sum(1)
-    >>> {name: tuple(H.shape) for name, H in ggn_blocks(model, x, y, log_prob).items()}
-    {'0': (9, 9), '2': (4, 4)}
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        >>> x, y = torch.ones(4, 2).double(), torch.zeros(4, 1).double()
+        >>> def log_prob(f, y):
+        ...     return -0.5 * (f - y).square().sum(1)
+        >>> {name: tuple(H.shape) for name, H in ggn_blocks(model, x, y, log_prob).items()}
+        {'0': (9, 9), '2': (4, 4)}
 
     Args:
         model: network that maps inputs [n, ...] to outputs [n, ...].
@@ -250,12 +254,13 @@ def ggn_diagonal(
 ) -> dict[str, Tensor]:
     """The diagonal of the GGN, shaped as the weights, by name: h = sum of squared root rows.
 
-    >>> model = nn.Linear(2, 1, bias=False).double()
-    >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0]]).double()
-    >>> def log_prob(f, y):
-    ...     return -0.5 * (f - y).square().sum(1)
-    >>> ggn_diagonal(model, x, torch.zeros(2, 1), log_prob)["weight"].detach()
-    tensor([[5., 1.]], dtype=torch.float64)
+    Examples:
+        >>> model = nn.Linear(2, 1, bias=False).double()
+        >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0]]).double()
+        >>> def log_prob(f, y):
+        ...     return -0.5 * (f - y).square().sum(1)
+        >>> ggn_diagonal(model, x, torch.zeros(2, 1), log_prob)["weight"].detach()
+        tensor([[5., 1.]], dtype=torch.float64)
 
     Args:
         model: network that maps inputs [n, ...] to outputs [n, ...].
@@ -296,14 +301,15 @@ def kfac_factors(
     axis, one for each channel group. Weights without a Kronecker form (of norms, embeddings, raw
     parameters) are left out: `ggn_blocks` has theirs.
 
-    >>> model = nn.Linear(2, 1).double()
-    >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0]]).double()
-    >>> def log_prob(f, y):
-    ...     return -0.5 * (f - y).square().sum(1)
-    >>> A, B = kfac_factors(model, x, torch.zeros(2, 1), log_prob)["weight"]
-    >>> torch.kron(B, A).detach()
-    tensor([[5., 2.],
-            [2., 1.]], dtype=torch.float64)
+    Examples:
+        >>> model = nn.Linear(2, 1).double()
+        >>> x = torch.tensor([[1.0, 0.0], [2.0, 1.0]]).double()
+        >>> def log_prob(f, y):
+        ...     return -0.5 * (f - y).square().sum(1)
+        >>> A, B = kfac_factors(model, x, torch.zeros(2, 1), log_prob)["weight"]
+        >>> torch.kron(B, A).detach()
+        tensor([[5., 2.],
+                [2., 1.]], dtype=torch.float64)
 
     Args:
         model: network that maps inputs [n, ...] to outputs [n, ...].

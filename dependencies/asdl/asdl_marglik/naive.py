@@ -4,21 +4,22 @@ Everything here is slow, needs all matrices at once, and is right: the fast engi
 it. Root rows V = U^T J come from the Jacobian J of the network and a root U U^T = Lambda of the
 likelihood's curvature; a prior with precisions delta gives five log-determinants of I + P0^-1 H.
 
->>> import torch
->>> from torch import nn
->>> _ = torch.manual_seed(0)
->>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
->>> x = torch.randn(5, 3).double()
->>> J = jacobian(model, dict(model.named_parameters()), x)  # n = 5, C = 2, P = 26
->>> J.shape
-torch.Size([5, 2, 26])
->>> U = torch.eye(2).double().expand(5, 2, 2)  # a Gaussian likelihood with unit noise
->>> V, delta = root_rows(J, U), torch.ones(26).double()
->>> layers = [torch.arange(16), torch.arange(16, 26)]
->>> full, kernel = log_det_full(V, delta), log_det_kernel(V, delta)
->>> torch.testing.assert_close(full, kernel)  # Sylvester: the same determinant on either side
->>> bool(full <= log_det_blocks(V, delta, layers) <= log_det_diagonal(V, delta))  # Fischer
-True
+Examples:
+    >>> import torch
+    >>> from torch import nn
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    >>> x = torch.randn(5, 3).double()
+    >>> J = jacobian(model, dict(model.named_parameters()), x)  # n = 5, C = 2, P = 26
+    >>> J.shape
+    torch.Size([5, 2, 26])
+    >>> U = torch.eye(2).double().expand(5, 2, 2)  # a Gaussian likelihood with unit noise
+    >>> V, delta = root_rows(J, U), torch.ones(26).double()
+    >>> layers = [torch.arange(16), torch.arange(16, 26)]
+    >>> full, kernel = log_det_full(V, delta), log_det_kernel(V, delta)
+    >>> torch.testing.assert_close(full, kernel)  # Sylvester: the same determinant on either side
+    >>> bool(full <= log_det_blocks(V, delta, layers) <= log_det_diagonal(V, delta))  # Fischer
+    True
 """
 
 from __future__ import annotations

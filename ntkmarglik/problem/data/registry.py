@@ -34,9 +34,14 @@ def load(
 ) -> Dataset:
     """The data set `name` of DATASETS as tensors on the device, from `root` or downloaded to it.
 
-    n_data: size of the random training subset drawn with `seed`; 0 takes all. Subsets of one seed
-    are nested, and hold the same images in every variant of a set. Digits come with scikit-learn
-    and need no `root`.
+    Args:
+        name: of the data set; `digits_r180` and the like are its transformed variants.
+        root: folder of the files. Digits come with scikit-learn and need none.
+        n_data: size of the random training subset; 0 for all. Subsets of one seed are nested, and
+            hold the same images in every variant of a set.
+        seed: of the subset.
+        device: of the tensors.
+        dtype: of the images.
     """
     check_dataset(name)
     base, _, variant = name.partition("_")

@@ -90,9 +90,14 @@ def build(
 ) -> nn.Module:
     """The network `name` of MODELS, drawn from `seed`; the global random state is left alone.
 
-    input_shape: (c, h, w); depth: of `resnet` and `resnet_norm`; width: hidden units (mlp),
-    first-stage width (residual networks) or widening factor (wrn), 0 for the published one; seed: a
-    number, or a generator to draw it.
+    Args:
+        name: of the network.
+        input_shape: channels, height and width of an image.
+        n_classes: number of outputs.
+        depth: of `resnet` and `resnet_norm`.
+        width: hidden units (mlp), first-stage width (residual networks) or widening factor (wrn); 0
+            for the published one.
+        seed: a number, or a generator to draw it.
     """
     import torch
 

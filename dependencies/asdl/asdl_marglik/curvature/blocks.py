@@ -24,10 +24,11 @@ SHOWN = 5  # names in an error
 def blocks_of(names: Iterable[str], granularity: Granularity) -> dict[str, tuple[str, ...]]:
     """The weights of each block, by a name of the block; every weight is in exactly one.
 
-    >>> blocks_of(["0.weight", "0.bias", "2.weight"], "module")
-    {'0': ('0.weight', '0.bias'), '2': ('2.weight',)}
-    >>> blocks_of(["0.weight", "0.bias", "2.weight"], [["*.weight"], ["0.bias"]])
-    {'*.weight': ('0.weight', '2.weight'), '0.bias': ('0.bias',)}
+    Examples:
+        >>> blocks_of(["0.weight", "0.bias", "2.weight"], "module")
+        {'0': ('0.weight', '0.bias'), '2': ('2.weight',)}
+        >>> blocks_of(["0.weight", "0.bias", "2.weight"], [["*.weight"], ["0.bias"]])
+        {'*.weight': ('0.weight', '2.weight'), '0.bias': ('0.bias',)}
 
     Args:
         names: of all weights.

@@ -26,7 +26,13 @@ class EvidenceCallback(LearnerRounds, Callback):
 
     `training_step` returns the loss of the data alone, `ml.data_loss(f, y)`. The state of the
     learner is part of Lightning's own checkpoints, from which `fit(..., ckpt_path=...)` continues
-    bit for bit. Arguments are of `LearnerRounds`.
+    bit for bit.
+
+    Args:
+        learner: of the model that is trained.
+        every_steps: steps of the optimiser from round to round; None for epochs.
+        decoupled: as in `EvidenceLearner.attach`.
+        also_decays: as in `EvidenceLearner.attach`.
     """
 
     _steps = 0  # at the last round, with every_steps

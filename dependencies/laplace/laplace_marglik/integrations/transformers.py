@@ -41,7 +41,13 @@ class EvidenceCallback(LearnerRounds, TrainerCallback):
     """Learned weight decay in every step, a round of the learner after every epoch.
 
     Its state is part of the Trainer's own checkpoints (`trainer_state.json`), from which
-    `train(resume_from_checkpoint=...)` continues bit for bit. Arguments are of `LearnerRounds`.
+    `train(resume_from_checkpoint=...)` continues bit for bit.
+
+    Args:
+        learner: of the model that is trained.
+        every_steps: steps of the optimiser from round to round; None for epochs.
+        decoupled: as in `EvidenceLearner.attach`.
+        also_decays: as in `EvidenceLearner.attach`.
     """
 
     _log: Callable[[dict[str, float]], None] | None = None
