@@ -58,6 +58,7 @@ class OnBlocks:
         *,
         cached: bool = False,
         sides: bool = False,
+        again: bool = True,
     ) -> tuple[list[Evidence], list[DrawnBlock]]:
         """The evidences of the next blocks, those of other processes included, and the blocks.
 
@@ -66,6 +67,7 @@ class OnBlocks:
             use: what to do with an evidence that is computed here, while it has its graph.
             cached: keep the blocks' curvature, for more evaluations of `DrawnBlock.evaluate`.
             sides: exchange what an interval needs, too.
+            again: the blocks may be evaluated again, and hold their data for it.
         """
         drawn = []
         values: dict[int, Evidence] = {}
@@ -79,7 +81,7 @@ class OnBlocks:
                 evidence = evaluate()
                 use(evidence)
                 values[number] = evidence
-            drawn.append(DrawnBlock(block, evaluate))
+            drawn.append(DrawnBlock(block, evaluate if again else None))
             if self.ranks is not None:  # all go on as if they had evaluated it: one seed a pass
                 generator.set_state(before)
                 for _ in range(1 if data is None else 2):
@@ -163,12 +165,12 @@ class OnBlocks:
         """
         with torch.no_grad():
             if not isinstance(self.partition, InducingPartition):
-                return Evidence.mean(self.evaluated(count)[0])
+                return Evidence.mean(self.evaluated(count, again=False)[0])
             for _ in range(REFRESHES):
                 values, drawn = self.evaluated(1)
                 self.refresh(drawn, values)
             with_data = replace(self, likelihood_batch=min(len(self.examples), MEASURED))
-            return Evidence.mean(with_data.evaluated(count, sides=True)[0])
+            return Evidence.mean(with_data.evaluated(count, sides=True, again=False)[0])
 
     def refresh(self, drawn: list[DrawnBlock], values: list[Evidence]) -> None:
         """Let the first of some evaluated blocks choose the next inducing rows.
