@@ -9,6 +9,7 @@ import plain_fit
 import pytest
 import torch
 from plain_fit import Candidate, Fits
+from programs import ROOT
 
 from ntkmarglik.programs.paper.figures.alternatives import FIGURES, compared
 
@@ -66,6 +67,11 @@ def test_the_table_and_the_picture(quick, capsys):
     assert len(lines) == 2 + len(read(quick / "alternatives.csv"))
     FIGURES["alternatives"](quick, quick / "alternatives.png")
     assert (quick / "alternatives.png").stat().st_size > 20_000
+
+
+def test_the_page_shows_the_table_of_the_committed_rows():
+    page = (ROOT / "docs/alternatives.md").read_text()
+    assert alternatives.table(ROOT / alternatives.CSV) in page
 
 
 def test_differences_are_paired_by_seed_and_times_in_plain_fits():

@@ -29,7 +29,8 @@ LOOKS = {
     "posterior": ("#D55E00", "^"),
 }
 GOAL = 1.3  # plain fits that learning may cost
-WORST = 0.12  # what is worse than this below the grid is drawn at the edge
+WORST = 0.12  # what is further below the grid is named, not drawn
+FASTEST = 0.6  # plain fits; what takes less is drawn here
 
 
 @dataclass(frozen=True)
@@ -93,19 +94,23 @@ def alternatives(folder: Path, target: Path) -> None:
 
 
 def _panel(axes: Axes, ways: list[Compared]) -> None:
+    """Points with their numbers; names beside the panel, those of points below it in brackets."""
     labels = []
-    for way in ways:
+    for number, way in enumerate(sorted(ways, key=lambda way: -way.difference), 1):
         colour, marker = LOOKS[way.kind]
-        height = max(way.difference, -WORST)
-        error = way.error if way.difference == height else None
-        axes.errorbar(
-            way.units, height, yerr=error, fmt=marker, color=colour, capsize=2, markersize=4
-        )
-        name = way.way if way.difference == height else f"{way.way} ({way.difference:.2f})"
-        labels.append((height, name, colour))
+        if way.difference < -WORST:
+            labels.append((-WORST, f"({way.way}: {way.difference:.2f})", colour))
+            continue
+        at = max(way.units, FASTEST)
+        look = {"fmt": marker, "color": colour, "capsize": 2, "markersize": 4}
+        axes.errorbar(at, way.difference, yerr=way.error, **look)
+        place = {"xytext": (4, 2), "textcoords": "offset points"}
+        axes.annotate(str(number), (at, way.difference), color=colour, fontsize=6, **place)
+        labels.append((way.difference, f"{number} {way.way}", colour))
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(GOAL, color="0.8", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xscale("log")
+    axes.set_xlim(0.9 * FASTEST, 30)
     axes.set_xticks([1, 2, 5, 10, 20])
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
