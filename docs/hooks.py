@@ -21,16 +21,7 @@ BESIDE = (
     "dependencies/*/README.md",
 )
 ALONE = ("CONTRIBUTING.md", "CHANGELOG.md")
-ALTERNATIVES = {"Alternatives": "alternatives.md"}
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^()#\s:]+)(?P<anchor>#[^()\s]*)?\)")
-
-
-def on_config(config: Any) -> Any:
-    """The page of alternatives is in the menu as soon as it is there."""
-    if (ROOT / "docs/alternatives.md").exists():
-        results = next(entry["Results"] for entry in config.nav if "Results" in entry)
-        results.append(ALTERNATIVES)
-    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
