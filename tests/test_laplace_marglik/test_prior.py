@@ -103,3 +103,5 @@ def test_the_penalty_of_shared_precisions_can_be_differentiated_twice():
     assert torch.allclose(penalty(*weights), by_hand, rtol=1e-12)
     assert torch.autograd.gradcheck(penalty, weights)
     assert torch.autograd.gradgradcheck(penalty, weights)
+    by_func = torch.func.grad(penalty, argnums=(0, 1, 2, 3))(*(w.detach() for w in weights))
+    assert torch.allclose(by_func[0], 2 * prior.precision[0] * weights[0], rtol=1e-12)

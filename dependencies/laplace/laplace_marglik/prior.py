@@ -283,18 +283,29 @@ class ScaledSquares(torch.autograd.Function):
     For a small network, nodes for each of its tensors would take a tenth of the step.
     """
 
+    generate_vmap_rule = True  # for torch.func
+
     @staticmethod
-    def forward(ctx: Any, scales: Tensor, *weights: Tensor) -> Tensor:
+    def forward(scales: Tensor, *weights: Tensor) -> Tensor:
         """The sum.
 
         Args:
-            ctx: of autograd.
             scales: of the weights [L].
             weights: L tensors.
         """
-        ctx.save_for_backward(scales, *weights)
         norms = torch.stack(torch._foreach_norm(weights))
         return (scales * norms.square()).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Keep what the gradient needs.
+
+        Args:
+            ctx: of autograd.
+            inputs: scales and weights.
+            output: the sum.
+        """
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
