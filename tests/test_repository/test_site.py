@@ -128,6 +128,11 @@ def test_no_link_of_a_document_is_dead(path):
     assert not dead
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_document_has_no_marks_of_a_merge(path):
+    assert not re.search(r"^(<{7}|>{7}|={7}$)", path.read_text(), re.MULTILINE)
+
+
 def test_a_dead_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A title, with `code`\n[a](#a-title-with-code) [b](other.md) [c](#nowhere)\n")
