@@ -77,7 +77,7 @@ def data(tmp_path):
     # measured, not made up
     committed = (
         *("scaling", "bound_grid_prior", "sampled", "sampled_variance", "sampled_count"),
-        *("finetune", "conditioned_slack"),
+        *("finetune", "conditioned_slack", "alternatives"),
     )
     for name in (f"{stem}.csv" for stem in committed):
         shutil.copy(ILLUSTRATIONS / "data" / name, tmp_path)

@@ -102,10 +102,17 @@ def _panel(axes: Axes, ways: list[Compared]) -> None:
             labels.append((-WORST, f"({way.way}: {way.difference:.2f})", colour))
             continue
         at = max(way.units, FASTEST)
-        look = {"fmt": marker, "color": colour, "capsize": 2, "markersize": 4}
-        axes.errorbar(at, way.difference, yerr=way.error, **look)
-        place = {"xytext": (4, 2), "textcoords": "offset points"}
-        axes.annotate(str(number), (at, way.difference), color=colour, fontsize=6, **place)
+        axes.errorbar(
+            at, way.difference, way.error, fmt=marker, color=colour, capsize=2, markersize=4
+        )
+        axes.annotate(
+            str(number),
+            (at, way.difference),
+            xytext=(4, 2),
+            textcoords="offset points",
+            color=colour,
+            fontsize=6,
+        )
         labels.append((way.difference, f"{number} {way.way}", colour))
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(GOAL, color="0.8", linewidth=0.8, linestyle="--", zorder=0)
