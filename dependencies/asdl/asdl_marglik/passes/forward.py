@@ -6,7 +6,7 @@ cotangents `g` of their outputs. Both are kept here; the way back through them i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -85,6 +85,7 @@ class Chunk:
         x: inputs [n, A, ...], A copies of each datum.
         selection: the root rows that are wanted, K for each datum.
         differentiate: whether the cotangents of uses have a graph.
+        inputs_only: gradients will be asked for in the inputs `x`, and in no weight.
         requests: what will be asked of these cotangents, if known: then only as much of them is
             kept.
         pulls: what the way back will ask of them.
@@ -98,6 +99,7 @@ class Chunk:
         selection: Selection,
         *,
         differentiate: Differentiate = "never",
+        inputs_only: bool = False,
         requests: Sequence[Request] | None = None,
         pulls: Sequence[Request] = (),
         scratch: Scratch | None = None,
@@ -107,7 +109,7 @@ class Chunk:
         self.selection = selection
         self.scratch = scratch or Scratch()
         self.n, self.copies = tensors_of(x)[0].shape[:2]
-        recorder, outputs = self._recorded()
+        recorder, outputs = self._recorded(inputs_only)
         by_copy = outputs.reshape(self.n, self.copies, -1)
         self.f = by_copy.mean(1) if self.copies > 1 else by_copy.squeeze(1)
         self._last = outputs.grad_fn  # the operation whose output is that of the network
@@ -123,14 +125,16 @@ class Chunk:
         self._pulls = pulls
         self._output_moments: dict[tuple[tuple[int, ...], Form, int], Tensor] = {}
 
-    def _recorded(self) -> tuple[Recorder, Tensor]:
+    def _recorded(self, inputs_only: bool) -> tuple[Recorder, Tensor]:
         """The pass itself; a model that is known to write to its inputs gets copies of them."""
         tensors = tensors_of(self.x)
         before = versions(tensors)
         x = map_inputs(lambda t: t.flatten(0, 1), self.x)
         plan = self.plan
         batch = self.n * self.copies
-        with Recorder(plan.weights, repeated=plan.repeated, batch=batch) as recorder:
+        with Recorder(
+            plan.weights, repeated=plan.repeated, batch=batch, inputs_only=inputs_only
+        ) as recorder:
             outputs = self.plan.model(copied(x) if self.plan.writes_inputs else x)
         if versions(tensors) != before:
             raise CurvatureError(
@@ -289,6 +293,17 @@ class Chunk:
         self._uses = [(use.without_graph(), layout) for use, layout in self._uses]
         self.f = self.f.detach()
         self.mixing_with_graph = detached(self.mixing_with_graph)
+
+    def drop_cotangents(self, names: Collection[str]) -> None:
+        """Let go of cotangents of uses of these weights alone; no row of them can be made again.
+
+        Args:
+            names: of weights.
+        """
+        whole = self.use_cotangents.whole
+        for index in list(whole):
+            if all(name in names for name in self.use(index).names.values()):
+                del whole[index]
 
     # ------------------------------------------------------------------------------------ rows
 

@@ -9,7 +9,7 @@ graph need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class PullBack:
     """Collects cotangents for one chunk; `gradients` takes all of them back at once.
 
     Args:
-        chunk: run with a graph.
+        chunk: run with a graph, which `gradients` uses up.
     """
 
     def __init__(self, chunk: Chunk):
@@ -32,6 +32,12 @@ class PullBack:
         self._tensors: list[Tensor] = []  # that have received a cotangent
         self._bars: list[Tensor] = []  # the cotangents
         self._persample_bars: dict[str, Tensor] = {}
+        self._finished: set[str] = set()  # weights
+
+    def finished(self, names: Iterable[str]) -> None:
+        """Nothing more will be taken in for these weights: memory that only they need goes."""
+        self._finished.update(names)
+        self.chunk.drop_cotangents(self._finished)
 
     def rows(self, name: str, bar: Tensor) -> None:
         """Take in the cotangent [n, K, *shape] of `chunk.rows(name)`."""
@@ -54,8 +60,12 @@ class PullBack:
             weighted = torch.einsum("nk,nkc->nc", bar.flatten(1), chunk.output_cotangents)
             g = chunk.backward(weighted, {index}, create_graph=False)[index].unsqueeze(1)
             rows_bar = torch.ones_like(bar[:, :1])
-        a_bar, g_bar = use.rule.pull_rows(use.call, role, a, g.detach(), rows_bar, wanted)
-        self._add_pair(index, _apart(a_bar, rows_bar), _apart(g_bar, rows_bar))
+        bars = use.rule.pull_rows(use.call, role, a, g.detach(), rows_bar, wanted)
+        a_bar, g_bar = (
+            _apart(t, rows_bar) if is_wanted else None
+            for t, is_wanted in zip(bars, wanted, strict=True)
+        )
+        self._add_pair(index, a_bar, g_bar)
 
     def input_moment(self, name: str, bar: Tensor) -> None:
         """Take in the cotangent [groups, D, D] of `chunk.input_moment(name)`."""
@@ -115,8 +125,14 @@ class PullBack:
         if f.requires_grad:
             self._add(f, bar.to(f.dtype))
 
-    def gradients(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients in `leaves` of all that was taken in."""
+    def gradients(self, leaves: Sequence[Tensor], *, shared: bool = False) -> list[Tensor]:
+        """Gradients in `leaves` of all that was taken in.
+
+        Args:
+            leaves: of the graph.
+            shared: other chunks may have parts of the graph in common with this one; otherwise its
+                memory goes while the gradients are made.
+        """
         total = [torch.zeros_like(leaf) for leaf in leaves]
         received = [
             (t, bar) for t, bar in zip(self._tensors, self._bars, strict=True) if t.requires_grad
@@ -124,7 +140,7 @@ class PullBack:
         if received and leaves:
             tensors, bars = zip(*received, strict=True)
             by_graph = torch.autograd.grad(
-                tensors, leaves, bars, retain_graph=True, allow_unused=True
+                tensors, leaves, bars, retain_graph=shared, allow_unused=True
             )
             total = [t if g is None else t + g for t, g in zip(total, by_graph, strict=True)]
         if self._persample_bars:

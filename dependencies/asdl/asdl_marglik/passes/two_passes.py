@@ -330,6 +330,7 @@ class Passes:
         x = map_inputs(lambda t: t.detach(), taken(copies, span))
         if with_graph and self.augment_leaves:
             x = map_inputs(lambda t: t.requires_grad_(t.is_floating_point()), x)
+        inputs_only = with_graph and not self.hyper_in_network
         requests = [request for part in self.parts for request in part.requests()]
         pulls = [request for part in self.parts for request in part.pulls(self.plan)]
         _, y, columns = batch
@@ -340,6 +341,7 @@ class Passes:
                 x,
                 Selection(self.root_rows, y[span], columns[span]),
                 differentiate=self._differentiate if with_graph else "never",
+                inputs_only=inputs_only and self.fast.image_gradients,
                 requests=requests if observe else [],
                 pulls=pulls if with_graph else [],
                 scratch=self._scratch,
@@ -584,11 +586,13 @@ class Passes:
         for number, part in enumerate(self.parts):
             observations = self._collected.of_part(number)
             part.pull(back, observations, bars.parts[number], span, bars.log_precision)
+            back.finished(part.names)
         if bars.outputs is not None:
             back.outputs(bars.outputs[span])
         pairs = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)
         moving = [leaf for leaf, copy in pairs if copy.requires_grad]
-        gradients = back.gradients([*self.network_leaves, *moving])
+        leaves = [*self.network_leaves, *moving]
+        gradients = back.gradients(leaves, shared=bool(self.network_leaves))
         n_network = len(self.network_leaves)
         return gradients[:n_network], gradients[n_network:]
 

@@ -64,6 +64,7 @@ _PRODUCTS = {
     "BmmBackward0": (0, 1),
     "ConvolutionBackward0": (0, 1),
     "DivBackward0": (0, 1),
+    "ImageConvolutionBackward": (0, 1),
     "MmBackward0": (0, 1),
     "MulBackward0": (0, 1),
     "MvBackward0": (0, 1),

@@ -15,11 +15,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from asdl_marglik.errors import CurvatureError
 from asdl_marglik.rules import Call, Rule, rule_for
+from asdl_marglik.watch import images
 from asdl_marglik.watch.differentiable import TwiceDifferentiable, substitute
 
 
@@ -71,6 +73,7 @@ class Recorder(TwiceDifferentiable):
             (of positional embeddings) are repeated for each of them, so that each datum has a
             cotangent of its own.
         batch: inputs of the network, for the repeated outputs.
+        inputs_only: gradients will be asked for in the network's inputs, and in no weight.
     """
 
     def __init__(
@@ -80,12 +83,14 @@ class Recorder(TwiceDifferentiable):
         keep_outputs: bool = False,
         repeated: Collection[int] = (),
         batch: int = 0,
+        inputs_only: bool = False,
     ):
         super().__init__()
         self._names = {id(tensor): name for name, tensor in weights.items()}
         self._keep_outputs = keep_outputs
         self._repeated = repeated
         self._batch = batch
+        self._inputs_only = inputs_only
         self.uses: list[Use] = []  # in order of execution
         self.opaque: set[str] = set()  # weights in calls that no rule understands
         self.seen: set[str] = set()  # weights in any call
@@ -96,13 +101,13 @@ class Recorder(TwiceDifferentiable):
         kwargs = kwargs or {}
         touched = {id(t) for t in _tensors((args, kwargs)) if id(t) in self._names}
         if not touched:
-            return substitute(func)(*args, **kwargs)
+            return self._operation(func)(*args, **kwargs)
         rule = rule_for(func)
         call = rule.bind(func, args, kwargs, touched) if rule is not None else None
         if call is None and _is_composite(func):
             with self:  # look inside: rules know the operations it is made of
                 return _without_override_check(func)(*args, **kwargs)
-        result = substitute(func)(*args, **kwargs)
+        result = self._operation(func)(*args, **kwargs)
         outputs = [t for t in _tensors(result) if t.requires_grad]
         if not outputs:  # a query such as `.shape` or `.dtype`
             return result
@@ -117,6 +122,10 @@ class Recorder(TwiceDifferentiable):
                 result = self._for_all_data(result)
             self.uses.append(self._use(rule, call, names, result))
         return result
+
+    def _operation(self, func: Callable) -> Callable:
+        """What is called in place of a function of torch."""
+        return images.conv2d if self._inputs_only and func is F.conv2d else substitute(func)
 
     def _for_all_data(self, t: Tensor | None) -> Tensor | None:
         """[1, ...] -> [batch, ...], without a copy."""
