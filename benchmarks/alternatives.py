@@ -328,11 +328,12 @@ def table(path: Path) -> str:
         "CPU time, plain fits",
         "fits",
     )
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for (study,), rows in grouped(read(path), "study").items():
-        for way in compared(rows):
-            lines.append(f"| {' | '.join([study, *_cells(way)])} |")
-    return "\n".join(lines)
+    cells = [
+        [study, *_cells(way)]
+        for (study,), rows in grouped(read(path), "study").items()
+        for way in compared(rows)
+    ]
+    return measure.markdown(headings, cells)
 
 
 def _cells(way: Compared) -> list[str]:

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from laplace_marglik import DataEmphasizedELBO, Evidence, GaussianPrior, MarginalLikelihood
 from ntkmarglik.problem.augment import AffineAugmentation
 from ntkmarglik.problem.models import build
+from ntkmarglik.runs.records import read
 
 SHAPES = {"mininet": (1, 28, 28), "resnet": (3, 32, 32), "wrn": (3, 32, 32)}
 # inputs of the unit's training step at most: more are timed as a slice and scaled linearly
@@ -224,6 +225,17 @@ def chunk_of(case: Case) -> Case:
     )
 
 
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as the documentation shows it."""
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def rounded(number: str, digits: int) -> str:
+    """A number of a csv file for such a table; nothing where it is not known."""
+    return "" if number == "nan" else f"{float(number):.{digits}f}"
+
+
 def write_csv(target: Path, rows: list[dict[str, object]]) -> None:
     """Rows as a csv file, numbers to four digits."""
     with target.open("w", newline="") as file:
@@ -231,6 +243,17 @@ def write_csv(target: Path, rows: list[dict[str, object]]) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def update_csv(target: Path, rows: list[dict[str, object]], *keys: str) -> None:
+    """The same, where rows of the file with other values in `keys` stay."""
+
+    def key(row: Mapping[str, object]) -> tuple[object, ...]:
+        return tuple(row[name] for name in keys)
+
+    new = {key(row): row for row in rows}
+    old = read(target) if target.exists() else []
+    write_csv(target, [new.pop(key(row), row) for row in old] + list(new.values()))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Ours, laplace-torch and torch.func: `python benchmarks/peers.py [--only TEXT] [--csv FILE]`.
 
+`--table FILE` prints such a file as the documentation shows it.
+
 Every method computes an evidence and its gradient in one log precision per weight tensor; only ours
 and torch.func also in the six affine ranges: laplace-torch gives no gradient in the augmentation.
 Equal log-determinants are equal estimators; with affine copies the draws differ. kfac-expand-N-C is
@@ -14,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import measure
 import peers_posterior
@@ -24,6 +27,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 
 from ntkmarglik.machine.exits import exit_code
 from ntkmarglik.machine.files import target_file
+from ntkmarglik.runs.records import read
 
 MISSING = "not installed: pip install --no-deps -r requirements-laplace.txt"
 
@@ -162,16 +166,36 @@ def main() -> None:
     parser.add_argument(
         "--posterior", action="store_true", help="fits and predictions beside laplace-torch"
     )
+    parser.add_argument("--table", type=Path, help="measure nothing, print such a file")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(as_markdown(arguments.table))
+        return
     if arguments.small:
         measure.SHORT = 0.0
     memory = not arguments.no_memory
     if arguments.posterior:
         rows = peers_posterior.table(arguments.small, arguments.only, memory)
+        keys = ("model", "weights", "structure", "operation")
     else:
         rows = evidences(arguments.small, arguments.only, memory)
+        keys = ("estimator", "method")
     if arguments.csv:
-        measure.write_csv(arguments.csv, rows)
+        measure.update_csv(arguments.csv, rows, *keys)
+
+
+def as_markdown(path: Path) -> str:
+    """A csv file of evidences, where a method that failed says why."""
+    headings = ("estimator", "method", "training steps", "memory, MB", "log-determinant")
+    return measure.markdown(headings, [_cells(row) for row in read(path)])
+
+
+def _cells(row: dict[str, str]) -> list[str]:
+    names = [row["estimator"], row["method"]]
+    if row["note"]:
+        return [*names, row["note"], "", ""]
+    digits = {"units": 2, "peak_mb": 0, "log_det_ratio": 2}
+    return [*names, *(measure.rounded(row[key], digits[key]) for key in digits)]
 
 
 def evidences(small: bool, only: str, memory: bool) -> list[dict[str, object]]:

@@ -218,6 +218,26 @@ def test_a_report_of_conditioned_blocks_contains_the_exact_evidence():
     assert lower < exact < upper
 
 
+@pytest.mark.parametrize("augment", [None, Shifted()], ids=["plain", "augmented"])
+def test_a_report_has_the_log_likelihood_of_all_data(augment, monkeypatch):
+    ml = marglik(augment=augment)
+    reports = []
+    call = MarginalLikelihood.__call__
+
+    def noted(self, *args, likelihood_batch=None, **options):
+        reports.append(0 if likelihood_batch is None else len(likelihood_batch[1]))
+        return call(self, *args, likelihood_batch=likelihood_batch, **options)
+
+    monkeypatch.setattr(MarginalLikelihood, "__call__", noted)
+    found = EvidenceLearner(ml, data(), rows=12).measure(5).log_likelihood
+    x, y = data()
+    copies = x.unsqueeze(1) if augment is None else augment(x)
+    outputs = ml.model(copies.flatten(0, 1)).unflatten(0, copies.shape[:2]).mean(1)
+    torch.testing.assert_close(found, -nn.functional.cross_entropy(outputs, y, reduction="sum"))
+    # copies are drawn anew for every block
+    assert reports.count(N) == (1 if augment is None else 5)
+
+
 def test_steps_on_one_block_cost_one_pass(monkeypatch):
     ml = marglik()
     calls = []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_input
 
 from asdl_marglik.rules.base import named
 
@@ -58,7 +59,7 @@ class ImageConvolution(torch.autograd.Function):
     def backward(ctx: Any, y_bar: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = (t.detach() for t in ctx.saved_tensors)
         n = len(x)
-        x_bar = torch.nn.grad.conv2d_input(
+        x_bar = conv2d_input(
             (1, n * x.shape[1], *x.shape[2:]),
             weight.repeat(n, 1, 1, 1),
             y_bar.flatten(0, 1).unsqueeze(0),

@@ -169,8 +169,24 @@ class OnBlocks:
             for _ in range(REFRESHES):
                 values, drawn = self.evaluated(1)
                 self.refresh(drawn, values)
-            with_data = replace(self, likelihood_batch=min(len(self.examples), MEASURED))
-            return Evidence.mean(with_data.evaluated(count, sides=True, again=False)[0])
+            return Evidence.mean(self._with_many_data(count))
+
+    def _with_many_data(self, count: int) -> list[Evidence]:
+        """Fresh blocks, each with the log-likelihood of many data; once for all if it is the same.
+
+        Args:
+            count: of blocks.
+        """
+        n = len(self.examples)
+        with_data = replace(self, likelihood_batch=min(n, MEASURED))
+        same = n <= MEASURED and self.ml.augment is None
+        blocks, _ = with_data.evaluated(1 if same else count, sides=True, again=False)
+        if same:
+            alone = replace(self, likelihood_batch=0)
+            others, _ = alone.evaluated(count - 1, sides=True, again=False)
+            log_likelihood = blocks[0].log_likelihood
+            blocks += [replace(block, log_likelihood=log_likelihood) for block in others]
+        return blocks
 
     def refresh(self, drawn: list[DrawnBlock], values: list[Evidence]) -> None:
         """Let the first of some evaluated blocks choose the next inducing rows.
