@@ -166,10 +166,11 @@ class OnBlocks:
         with torch.no_grad():
             if not isinstance(self.partition, InducingPartition):
                 return Evidence.mean(self.evaluated(count, again=False)[0])
+            alone = replace(self, likelihood_batch=0)
             for _ in range(REFRESHES):
-                values, drawn = self.evaluated(1)
+                values, drawn = alone.evaluated(1)
                 self.refresh(drawn, values)
-            return Evidence.mean(self._with_many_data(count))
+            return Evidence.mean(alone._with_many_data(count))
 
     def _with_many_data(self, count: int) -> list[Evidence]:
         """Fresh blocks, each with the log-likelihood of many data; once for all if it is the same.
@@ -182,8 +183,7 @@ class OnBlocks:
         same = n <= MEASURED and self.ml.augment is None
         blocks, _ = with_data.evaluated(1 if same else count, sides=True, again=False)
         if same:
-            alone = replace(self, likelihood_batch=0)
-            others, _ = alone.evaluated(count - 1, sides=True, again=False)
+            others, _ = self.evaluated(count - 1, sides=True, again=False)
             log_likelihood = blocks[0].log_likelihood
             blocks += [replace(block, log_likelihood=log_likelihood) for block in others]
         return blocks
