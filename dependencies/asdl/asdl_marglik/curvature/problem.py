@@ -35,6 +35,8 @@ class Problem:
         ranks: that share the data points.
         double: make sums over data and kernels in float64, whatever the network is.
         conditioning: of the rows, one for each datum.
+        cotangents_move: output cotangents depend on what is differentiated, also where the network
+            is piecewise linear in its inputs.
     """
 
     plan: Plan
@@ -49,6 +51,7 @@ class Problem:
     ranks: Ranks | None = None
     double: bool = False
     conditioning: Conditioning | None = None
+    cotangents_move: bool = True
 
     @property
     def held(self) -> int:

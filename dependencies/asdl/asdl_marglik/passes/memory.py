@@ -57,7 +57,7 @@ def arrange(
     """
     memory = sum((part.memory(problem) for part in parts), Memory())
     inputs, outputs = problem.plan.bytes_of_uses
-    cotangents = problem.rows_per_datum if again else min(2, problem.rows_per_datum)
+    cotangents = _cotangents_at_once(problem, parts, again=again)
     of_activations = problem.plan.bytes_per_input + cotangents * outputs
     per_input = of_activations + memory.per_datum // problem.copies
     size = chunk or min(max(CHUNK_BYTES // per_input, SMALLEST_CHUNK), LARGEST_CHUNK)
@@ -79,6 +79,20 @@ def arrange(
     if keep and spend:
         keep += max(0, int((budget - total) // (size * per_input)))
     return Arrangement(size, defer, keep, total)
+
+
+def _cotangents_at_once(problem: Problem, parts: Sequence[Term], *, again: bool) -> int:
+    """Cotangents of each operation that are in memory together."""
+    few = min(2, problem.rows_per_datum)
+    if not again:
+        return few
+    constant = problem.plan.piecewise_linear and problem.fast.piecewise_linear
+    if problem.cotangents_move or not constant:
+        return problem.rows_per_datum
+    requests = [r for part in parts for r in (*part.requests(), *part.pulls(problem.plan))]
+    small = ("reduce", "weighted")  # what a chunk makes of one cotangent before the next
+    reduced = all(form in small or problem.sizes[name] == 1 for name, form in requests)
+    return few if reduced else problem.rows_per_datum
 
 
 def largest_fitting(structure: str, problem: Problem, *, again: bool, budget: float) -> int:

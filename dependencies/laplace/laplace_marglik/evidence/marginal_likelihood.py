@@ -582,6 +582,8 @@ class MarginalLikelihood:
 
     def _problem(self, plan: Plan, data: BlockData) -> Problem:
         rows = 0 if data.rows is None else cotangents_per_datum(data.rows, data.k)
+        in_network = any(p.requires_grad for p in self._hyper_in_network.values())
+        follow = data.rows is not None and data.rows.cotangents_follow_outputs
         return Problem(
             plan,
             self.prior.groups,
@@ -595,6 +597,7 @@ class MarginalLikelihood:
             ranks=self.ranks,
             double=self.in_double,
             conditioning=data.conditioning,
+            cotangents_move=in_network or follow,
         )
 
     @property
