@@ -161,16 +161,9 @@ class ConditionedNtk(Laplace):
     label = "conditioned NTK"
     colour = "#332288"
     structure = "ntk"
-    # Prior and its rate as chosen on digits and MNIST-1000 (docs/alternatives.md): weights that
-    # begin with next to no decay, while it is learned, do not make up for it later.
-    defaults = {
-        "subset": 200,
-        "inducing": 0.5,
-        "steps_per_block": 10,
-        "prior_precision": 1.0,
-        "lr_hyp": 0.03,
-        "lr_hyp_min": 0.003,
-    }
+    # The prior as chosen on digits and MNIST-1000 (docs/alternatives.md): weights that begin with
+    # next to no decay, while it is learned, do not make up for it later.
+    defaults = {"subset": 200, "inducing": 0.5, "steps_per_block": 10, "prior_precision": 1.0}
 
     @classmethod
     def run_name(cls, config: Config) -> str:
