@@ -167,4 +167,5 @@ def _kron(problem: Problem, name: str, size: int) -> Term:
         transposed=problem.plan.rules[name] == "matmul" and not bias,
         by_moment=problem.fast.input_moments,
         double=problem.double,
+        mixed=problem.mixed,
     )

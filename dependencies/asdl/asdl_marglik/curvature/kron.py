@@ -39,7 +39,7 @@ from asdl_marglik.linalg import (
     resolved,
     second_moment,
 )
-from asdl_marglik.passes.forward import Chunk, Form, Request
+from asdl_marglik.passes.forward import MOMENTS, Chunk, Form, Request
 from asdl_marglik.passes.pullback import PullBack
 from asdl_marglik.watch.plan import Plan
 
@@ -63,6 +63,7 @@ class Kron(Term):
         transposed: it is stored [inputs, outputs].
         by_moment: sum over positions without patches side by side.
         double: sums in float64, whatever the network is.
+        mixed: output cotangents are those of root rows.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Kron(Term):
         transposed: bool = False,
         by_moment: bool = True,
         double: bool = False,
+        mixed: bool = False,
     ):
         self.double = double
         self.transposed = transposed
@@ -97,8 +99,12 @@ class Kron(Term):
         self.form: Form = setting if called_once else "expand"
         # an input factor that is a sum over positions needs no patches side by side
         self._by_moment = by_moment and not keep_inputs and setting == "expand" and not bias
+        pooled = self.form != setting  # uses are put together before their outer products are made
+        self.sums_cotangents = mixed and not (keep_outputs or double or pooled)
 
     def requests(self) -> list[Request]:
+        if self.sums_cotangents:
+            return [(self.names[0], MOMENTS[self.form])]
         return [(self.names[0], self.form)]
 
     def pulls(self, plan: Plan) -> list[Request]:
@@ -114,7 +120,8 @@ class Kron(Term):
         inputs = problem.n_data * shared * d if self.kinds[0] == "rows" else d**2
         outputs = problem.n_rows * shared * o if self.kinds[1] == "rows" else o**2
         expanded = 1 if self.form == "reduce" else t
-        per_datum = 2 * expanded * (d + problem.rows_per_datum * o)
+        at_once = 1 if self.sums_cotangents else problem.rows_per_datum
+        per_datum = 2 * expanded * (d + at_once * o)
         return Memory(
             problem.element * (inputs + outputs),
             4 * 8 * max(d, o) ** 2,
@@ -151,6 +158,8 @@ class Kron(Term):
             inputs = moment / (self.n_data * chunk.n_positions(name))
         else:
             inputs = self._inputs(chunk.input_factors(name, self.form), chunk.f)
+        if self.sums_cotangents:
+            return [inputs, chunk.summed_moment(name, self.form)]
         if self.kinds[1] == "rows":
             return [inputs, self._outputs(chunk.output_factors(name, self.form), chunk.mixing)]
         outputs = chunk.output_moment(

@@ -37,6 +37,7 @@ class Problem:
         conditioning: of the rows, one for each datum.
         cotangents_move: output cotangents depend on what is differentiated, also where the network
             is piecewise linear in its inputs.
+        mixed: output cotangents are those of root rows, and rows need no mixing.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Problem:
     double: bool = False
     conditioning: Conditioning | None = None
     cotangents_move: bool = True
+    mixed: bool = False
 
     @property
     def held(self) -> int:

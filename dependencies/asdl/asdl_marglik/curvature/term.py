@@ -60,6 +60,8 @@ class Term(ABC):
         depends_on_precision: whether `summarise` does.
         has_rows: whether its statistics determine the kernel of the rows, and its determinant can
             be conditioned on some of them.
+        sums_cotangents: whether it adds up what single output cotangents give, which saves memory
+            if they need no mixing.
     """
 
     names: tuple[str, ...]
@@ -68,6 +70,7 @@ class Term(ABC):
     additive = True
     depends_on_precision = False
     has_rows = False
+    sums_cotangents = False
 
     @abstractmethod
     def requests(self) -> list[Request]:

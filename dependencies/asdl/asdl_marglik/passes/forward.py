@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from asdl_marglik.errors import CurvatureError
+from asdl_marglik.linalg import second_moment
 from asdl_marglik.passes.root_rows import Selection
 from asdl_marglik.watch import persample
 from asdl_marglik.watch.batch_axis import Layout
@@ -34,9 +35,17 @@ from asdl_marglik.watch.record import Recorder, Use
 # How the factors of a weight treat augmented copies and shared positions: keep all of them; average
 # (sum) over copies; average (sum) over copies and positions
 Form = Literal["all", "expand", "reduce"]
+# Sums of outer products of such factors, over data points, output cotangents and positions
+Moment = Literal["moment of all", "moment of expand", "moment of reduce"]
+MOMENTS: dict[Form, Moment] = {
+    "all": "moment of all",
+    "expand": "moment of expand",
+    "reduce": "moment of reduce",
+}
+_OF_MOMENT: dict[str, Form] = {moment: form for form, moment in MOMENTS.items()}
 # What will be asked of the cotangents of a weight's uses; "weighted": their sum over the K output
 # cotangents, with coefficients for each datum
-Request = tuple[str, Form | Literal["rows", "weighted"]]
+Request = tuple[str, Form | Moment | Literal["rows", "weighted"]]
 # Whether the cotangents of uses have a graph: never; always, as where they depend on
 # hyperparameters otherwise than through the inputs; or where the inputs move them, which the graph
 # of the outputs tells
@@ -193,15 +202,15 @@ class Chunk:
             with torch.enable_grad():
                 cotangent = self.output_cotangents[:, k]
                 by_use = self.backward(cotangent, needed, create_graph=self.differentiable)
-            for index, role, form in reductions:
-                piece = self._reduced(index, role, form, by_use[index].unsqueeze(1))
-                pieces.setdefault((index, role, form), []).append(piece)
+            for key in reductions:
+                piece = self._reduced(*key, by_use[key[0]].unsqueeze(1))
+                _collect(pieces.setdefault(key, []), piece, key)
             for index in whole & by_use.keys():
                 wholes.setdefault(index, []).append(by_use.pop(index))
             del by_use  # before the next are made
         with torch.enable_grad():
             stacked = {index: _stacked(wholes.pop(index)) for index in list(wholes)}
-        return UseCotangents(stacked, {key: torch.cat(parts, 1) for key, parts in pieces.items()})
+        return UseCotangents(stacked, {key: _joined(parts) for key, parts in pieces.items()})
 
     def _is_output(self, index: int) -> bool:
         """Whether the output of a use is that of the network, one row for each input."""
@@ -232,6 +241,8 @@ class Chunk:
             for index, role in self.plan.uses_of[name]:
                 if form == "weighted":
                     weighted.add(index)
+                elif form in _OF_MOMENT:
+                    reductions[index, self._sharing(index, role), form] = None
                 elif form == "reduce" or (form == "rows" and self._rows_are_smaller(name, index)):
                     reductions[index, role, form] = None
                 else:
@@ -243,6 +254,11 @@ class Chunk:
             whole |= weighted
         return list(reductions), whole
 
+    def _sharing(self, index: int, role: str) -> str:
+        """The role whose positions are those of `role`: of weight and bias, without groups."""
+        call = self.use(index).call
+        return "weight" if "weight" in call.weights and call.options.get("groups", 1) == 1 else role
+
     def _rows_are_smaller(self, name: str, index: int) -> bool:
         """Whether a datum's row of a weight has fewer numbers than the output of its use."""
         per_input = self.use(index).shape.numel() // (self.n * self.copies)
@@ -251,7 +267,10 @@ class Chunk:
     def _reduced(self, index: int, role: str, form: str, g: Tensor) -> Tensor:
         if form == "rows":
             return self._rows(index, role, g)
-        return self.positions(index, role, g, cast(Form, form))
+        if form not in _OF_MOMENT:
+            return self.positions(index, role, g, cast(Form, form))
+        positions = self.positions(index, role, g.detach(), _OF_MOMENT[form])
+        return second_moment(positions.flatten(0, 2))
 
     def backward(
         self, cotangent: Tensor, needed: set[int], *, create_graph: bool
@@ -378,6 +397,18 @@ class Chunk:
             self._output_moments[key] = reduce(positions)
         return self._output_moments[key].clone()
 
+    def summed_moment(self, name: str, form: Form) -> Tensor:
+        """Sum of outer products [groups, O, O] of the positions of a weight, over all uses.
+
+        Args:
+            name: of the weight.
+            form: how positions are put together.
+        """
+        reduced = self.use_cotangents.reduced
+        uses = self.plan.uses_of[name]
+        moments = [reduced[i, self._sharing(i, role), MOMENTS[form]] for i, role in uses]
+        return torch.stack(moments).sum(0)  # a copy: weight and bias share them
+
     def mean_input(self, index: int) -> Tensor:
         """The input of a use, averaged over copies."""
         a = self.inputs[index]
@@ -450,6 +481,19 @@ class Chunk:
         flat = use.rule.positions(use.call, role, g.flatten(0, 1))
         positions = flat.flatten(1, 2).unflatten(0, g.shape[:2])
         return positions.sum(2, keepdim=True) if form == "reduce" else positions
+
+
+def _collect(pieces: list[Tensor], piece: Tensor, key: Reduced) -> None:
+    """Take in what one more output cotangent gives: side by side with the others, or added."""
+    if key[2] in _OF_MOMENT and pieces:
+        pieces[0] += piece
+    else:
+        pieces.append(piece)
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """[n, K, ...] of K tensors [n, 1, ...]; a single one, or a sum, as it is."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -35,6 +35,9 @@ class FastPaths:
     kept_log_prob: bool = True  # of a cached block: log-likelihoods that no parameter can change
     # for few single weights with kept rows: one backward pass for all cotangents together
     weighted_cotangents: bool = True
+    # where no second pass follows: the root is part of the cotangents, each of which is done with
+    # before the next is made
+    mixed_cotangents: bool = True
     image_gradients: bool = True  # of convolutions, with every image as a channel group of its own
 
 

@@ -12,6 +12,7 @@ rows once and the others, given those, M times.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -71,8 +72,11 @@ from laplace_marglik.evidence.gradient_rows import (
 )
 from laplace_marglik.evidence.row_kernel import RowKernel
 from laplace_marglik.evidence.rows import (
+    Contrasts,
+    Mixed,
     NoRows,
     Rows,
+    SingleOutputs,
     checked_columns,
     cotangents_per_datum,
     draw_columns,
@@ -815,7 +819,7 @@ class MarginalLikelihood:
         moving = bool(leaves) or any(p.requires_grad for p in in_augment)
         again = torch.is_grad_enabled() and not reuse and moving
         problem = self._problem(plan, data)
-        parts = [] if data.rows is None else parts_of(self.structure, problem)
+        problem, parts, rows = self._terms(problem, data.rows, again=again)
         arrangement = self._budget.arrange(problem, parts, again=again)
         refusal = self._budget.refusal(self.structure, problem, arrangement, again=again)
         if refusal is not None:
@@ -824,7 +828,7 @@ class MarginalLikelihood:
         return kind(
             plan,
             parts,
-            data.rows or NoRows(),
+            rows or NoRows(),
             data.batches,
             self.augment,
             n_data=data.n,
@@ -837,6 +841,23 @@ class MarginalLikelihood:
             reuse=reuse,
             row_data=data.row_data,
         )
+
+    def _terms(
+        self, problem: Problem, rows: Rows | None, *, again: bool
+    ) -> tuple[Problem, list[Term], Rows | None]:
+        """The terms of the structure, and in which form they take the rows.
+
+        A root that nothing moves may as well be part of the cotangents, if that saves memory.
+        """
+        if rows is None:
+            return problem, [], None
+        constant = not again and not self._root_parameters() and self._fast.mixed_cotangents
+        if constant and isinstance(rows, SingleOutputs | Contrasts) and problem.rows_per_datum > 1:
+            mixed = replace(problem, mixed=True)
+            parts = parts_of(self.structure, mixed)
+            if any(part.sums_cotangents for part in parts):
+                return mixed, parts, Mixed(rows)
+        return problem, parts_of(self.structure, problem), rows
 
     def _prepared(
         self,

@@ -3,7 +3,8 @@
 Single outputs: constant cotangents (one-hot), with the root of the sub-block of Lambda as mixing
 afterwards. Used for all outputs (any root gives the same determinant), for diagonal Lambda, and for
 the published estimator. Contrasts: as before for all outputs, with fewer cotangents where the
-likelihood ignores a direction of the outputs. Root columns: the cotangents are columns of a true
+likelihood ignores a direction of the outputs. Mixed: the root of either is part of the cotangents,
+where nothing that moves it is differentiated. Root columns: the cotangents are columns of a true
 root and depend on the outputs. Gradient rows: they are gradients of log-likelihoods.
 """
 
@@ -63,6 +64,26 @@ class Contrasts:
 
 
 @dataclass
+class Mixed:
+    """The same rows, with nothing left to mix: the root is part of the cotangents.
+
+    Args:
+        rows: of single outputs or contrasts.
+    """
+
+    rows: SingleOutputs | Contrasts
+    cotangents_follow_outputs = True
+
+    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
+        cotangents = self.rows.cotangents(f, y, columns)
+        mixing = self.rows.mixing(f, y, columns)
+        return cotangents if mixing is None else mixing.mT @ cotangents.to(mixing.dtype)
+
+    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
+        return None
+
+
+@dataclass
 class RootColumns:
     """Rows of some columns of a true root of Lambda.
 
@@ -97,7 +118,7 @@ class NoRows:
         return None
 
 
-Rows = SingleOutputs | Contrasts | RootColumns | GradientRows
+Rows = SingleOutputs | Contrasts | Mixed | RootColumns | GradientRows
 
 
 def rows_for(
