@@ -844,7 +844,7 @@ class MarginalLikelihood:
 
     def _terms(
         self, problem: Problem, rows: Rows | None, *, again: bool
-    ) -> tuple[Problem, list[Term], Rows | None]:
+    ) -> tuple[Problem, list[Term], Rows | Mixed | None]:
         """The terms of the structure, and in which form they take the rows.
 
         A root that nothing moves may as well be part of the cotangents, if that saves memory.

@@ -65,13 +65,15 @@ class Contrasts:
 
 @dataclass
 class Mixed:
-    """The same rows, with nothing left to mix: the root is part of the cotangents.
+    """Rows with nothing left to mix: the root is part of the cotangents.
+
+    These [n, K, C] are smaller than what is made of them, and each can be done with before the next.
 
     Args:
-        rows: of single outputs or contrasts.
+        rows: in another form.
     """
 
-    rows: SingleOutputs | Contrasts
+    rows: Rows
     cotangents_follow_outputs = True
 
     def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ class NoRows:
         return None
 
 
-Rows = SingleOutputs | Contrasts | Mixed | RootColumns | GradientRows
+Rows = SingleOutputs | Contrasts | RootColumns | GradientRows
 
 
 def rows_for(

@@ -58,7 +58,7 @@ from laplace_marglik import checks
 from laplace_marglik.batches import pairs
 from laplace_marglik.errors import MarglikError
 from laplace_marglik.evidence.gradient_rows import DRAWS, GradientRows, curvature_scale
-from laplace_marglik.evidence.rows import NoRows, Rows, cotangents_per_datum, rows_for
+from laplace_marglik.evidence.rows import Mixed, NoRows, cotangents_per_datum, rows_for
 from laplace_marglik.likelihood import Likelihood
 from laplace_marglik.likelihood.base import GradientRoot, Root
 from laplace_marglik.posterior.covariance import Covariance, Shapes
@@ -420,19 +420,9 @@ def _fitted(
     return Curvature(setting, plan, passes.parts, statistics, f, y, example, double)
 
 
-@dataclass(frozen=True)
-class RowsOfRoot:
-    """All rows of a root of the likelihood's curvature, mixed before the backward passes.
-
-    Nothing is differentiated in what the root depends on, so that mixing cotangents [n, K, C]
-    serves, which are smaller than what is made of them.
-
-    Args:
-        rows: in the form of fewest cotangents.
-    """
-
-    rows: Rows
-    cotangents_follow_outputs = True
+@dataclass
+class RowsOfRoot(Mixed):
+    """All rows of a root of the likelihood's curvature: nothing that moves it is differentiated."""
 
     @staticmethod
     def of(setting: Setting, shape: torch.Size) -> RowsOfRoot:
@@ -452,15 +442,6 @@ class RowsOfRoot:
         if isinstance(self.rows, GradientRows):
             return self.rows.drawn(n, generator)
         return torch.arange(shape.numel()).expand(n, -1)
-
-    @torch.no_grad()
-    def cotangents(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor:
-        u = self.rows.cotangents(f, y, columns)
-        mixing = self.rows.mixing(f, y, columns)
-        return u if mixing is None else mixing.mT.to(u.dtype) @ u
-
-    def mixing(self, f: Tensor, y: Tensor, columns: Tensor) -> Tensor | None:
-        return None
 
 
 def _first(passes: Passes) -> tuple[Tensor, list[list[Tensor]]]:
@@ -483,6 +464,7 @@ def _problem(
         setting=setting.kfac,
         granularity=setting.blocks,
         double=double,
+        mixed=True,
     )
 
 
