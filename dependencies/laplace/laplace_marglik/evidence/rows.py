@@ -67,7 +67,7 @@ class Contrasts:
 class Mixed:
     """Rows with nothing left to mix: the root is part of the cotangents.
 
-    These [n, K, C] are smaller than what is made of them, and each can be done with before the next.
+    These [n, K, C] are smaller than what is made of them, and one can be done with before the next.
 
     Args:
         rows: in another form.
