@@ -194,7 +194,7 @@ def _cells(row: dict[str, str]) -> list[str]:
     names = [row["estimator"], row["method"]]
     if row["note"]:
         return [*names, row["note"], "", ""]
-    digits = {"units": 2, "peak_mb": 0, "log_det_ratio": 2}
+    digits = {"units": 2, "peak_mb": 0, "log_det_ratio": 1}
     return [*names, *(measure.rounded(row[key], digits[key]) for key in digits)]
 
 

@@ -46,6 +46,23 @@ def test_scaling_measures_every_axis_and_draws_it(tmp_path):
     assert (tmp_path / "s.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("program, rows", [("estimators", "speed"), ("peers", "peers")])
+def test_the_tables_of_the_documentation_are_those_of_the_rows(program, rows):
+    table = run(f"benchmarks/{program}.py", "--table", f"illustrations/data/{rows}.csv")
+    assert table.count("\n") > 10 and table in (ROOT / "docs/speed.md").read_text()
+
+
+def test_rows_measured_again_take_the_place_of_the_old(tmp_path):
+    target = tmp_path / "speed.csv"
+    for only in ("ntk-20-C", "ntk-20-C", "diag-20"):
+        row = {"estimator": only, "units": 1.5 if target.exists() else 0.5}
+        measure.update_csv(target, [row], "estimator")
+    assert [(r["estimator"], r["units"]) for r in read(target)] == [
+        ("ntk-20-C", "1.5"),
+        ("diag-20", "1.5"),
+    ]
+
+
 def test_the_committed_scaling_names_the_command_of_every_row():
     from scaling import sweeps
 
@@ -130,7 +147,7 @@ def test_prior_steps_and_streamed_data_have_rows():
 
 def test_a_step_of_the_elbo_has_a_row():
     row = estimators.elbo(Case("mininet", "ntk", 4), memory=False)
-    assert 0.5 < row.units < 20 and row.target_units == 1.25 and "mininet" in row.estimator
+    assert 0.5 < row.units < 20 and row.target_units == 1.2 and "mininet" in row.estimator
 
 
 def test_verdicts():
