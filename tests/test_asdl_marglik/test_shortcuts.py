@@ -43,6 +43,17 @@ def test_each_shortcut_alone(structure, kfac, switch):
     assert_same(evaluated(alone, torch.float64), evaluated(slow, torch.float64), 1e-9)
 
 
+@pytest.mark.parametrize("structure, kfac", KINDS)
+def test_without_gradients_no_second_pass_is_prepared(structure, kfac, monkeypatch):
+    ml = estimator(structure, kfac, torch.float64, None, 2)
+    with_gradients = ml(*data(torch.float64)).total.item()
+    ml = estimator(structure, kfac, torch.float64, None, 2)
+    ml.describe(data(torch.float64)[0])  # the plan looks at such a graph, the passes should not
+    monkeypatch.setattr(Chunk, "_linear", lambda _: pytest.fail("a graph of cotangents"))
+    with torch.no_grad():
+        assert ml(*data(torch.float64)).total.item() == pytest.approx(with_gradients, rel=1e-12)
+
+
 def test_one_backward_pass_for_all_cotangents_of_a_single_weight_together(monkeypatch):
     """The second pass over KFAC-reduce blocks needs a weighted sum of the scale's cotangents."""
     passes: list[int] = []

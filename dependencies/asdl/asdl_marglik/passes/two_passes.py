@@ -700,7 +700,10 @@ def statistics(passes: Passes, log_precision: Tensor) -> tuple[Tensor, list[list
         log_precision: of the prior's groups [G].
     """
     precision = log_precision if passes.summary_depends_on_precision else log_precision.detach()
-    f, *flat = _TwoPasses.apply(passes, precision, *passes.network_leaves, *passes.augment_leaves)
+    leaves = [*passes.network_leaves, *passes.augment_leaves]
+    if not torch.is_grad_enabled():  # a function is told that they need gradients all the same
+        precision, leaves = precision.detach(), [leaf.detach() for leaf in leaves]
+    f, *flat = _TwoPasses.apply(passes, precision, *leaves)
     return f, passes.split(flat)
 
 
