@@ -59,6 +59,15 @@ def test_without_a_gradient_in_the_images_the_weights_have_theirs():
     torch.testing.assert_close(ours, theirs)
 
 
+def test_weights_made_of_the_images_keep_their_part_of_the_gradient():
+    x, weight, _ = arguments(1, {})
+    gradients = []
+    for convolution in (images.conv2d, F.conv2d):
+        y = convolution(x, weight * x.mean())
+        gradients += torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(*gradients)
+
+
 def test_no_image_at_all():
     x = torch.zeros(0, 1, 5, 5, requires_grad=True)
     assert images.conv2d(x, torch.zeros(2, 1, 3, 3)).shape == (0, 2, 3, 3)

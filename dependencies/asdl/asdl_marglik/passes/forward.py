@@ -6,7 +6,7 @@ cotangents `g` of their outputs. Both are kept here; the way back through them i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
@@ -313,16 +313,13 @@ class Chunk:
         self.f = self.f.detach()
         self.mixing_with_graph = detached(self.mixing_with_graph)
 
-    def drop_cotangents(self, names: Collection[str]) -> None:
-        """Let go of cotangents of uses of these weights alone; no row of them can be made again.
+    def drop_cotangents(self, index: int) -> None:
+        """Let go of the cotangents of a use; no row can be made of them again.
 
         Args:
-            names: of weights.
+            index: of the use.
         """
-        whole = self.use_cotangents.whole
-        for index in list(whole):
-            if all(name in names for name in self.use(index).names.values()):
-                del whole[index]
+        self.use_cotangents.whole.pop(index, None)
 
     # ------------------------------------------------------------------------------------ rows
 

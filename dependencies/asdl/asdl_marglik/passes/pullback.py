@@ -9,7 +9,7 @@ graph need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,10 +34,14 @@ class PullBack:
         self._persample_bars: dict[str, Tensor] = {}
         self._finished: set[str] = set()  # weights
 
-    def finished(self, names: Iterable[str]) -> None:
-        """Nothing more will be taken in for these weights: memory that only they need goes."""
-        self._finished.update(names)
-        self.chunk.drop_cotangents(self._finished)
+    def finished(self, name: str) -> None:
+        """Nothing more will be taken in for this weight: memory that nothing else needs goes."""
+        self._finished.add(name)
+        if name in self.chunk.plan.persample:
+            return
+        for index, _ in self.chunk.plan.uses_of[name]:
+            if self._finished.issuperset(self.chunk.use(index).names.values()):
+                self.chunk.drop_cotangents(index)
 
     def rows(self, name: str, bar: Tensor) -> None:
         """Take in the cotangent [n, K, *shape] of `chunk.rows(name)`."""

@@ -586,7 +586,8 @@ class Passes:
         for number, part in enumerate(self.parts):
             observations = self._collected.of_part(number)
             part.pull(back, observations, bars.parts[number], span, bars.log_precision)
-            back.finished(part.names)
+            for name in part.names:
+                back.finished(name)
         if bars.outputs is not None:
             back.outputs(bars.outputs[span])
         pairs = zip(tensors_of(chunk.x), tensors_of(copies), strict=True)

@@ -36,8 +36,14 @@ def conv2d(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _of_images(arguments: dict[str, Any]) -> bool:
-    """Whether a call is a plain convolution of images that have a gradient."""
+    """Whether a call is a plain convolution of images that have a gradient.
+
+    Weights that were computed may depend on the images too: their gradient is left to torch.
+    """
     x = arguments["input"]
+    weights = (arguments["weight"], arguments.get("bias"))
+    if any(w is not None and w.grad_fn is not None for w in weights):
+        return False
     if x.device.type != "cpu" or x.dim() != 4 or not 0 < x.shape[1] <= FEW_CHANNELS:
         return False
     plain = arguments.get("groups", 1) == 1 and not isinstance(arguments.get("padding"), str)

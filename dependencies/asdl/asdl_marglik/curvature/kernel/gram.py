@@ -156,7 +156,7 @@ class Gram(Term):
             symmetric = bar[rows] + bar[:, rows].mT
             inverse = self._inverse_precision(store, log_precision, kept)
             store.pull(back, kept, span, symmetric, inverse)
-            back.finished([store.name])
+            back.finished(store.name)
 
     def log_det_ratio(
         self, statistics: list[Tensor], mixing: Tensor | None, scale: Tensor, log_precision: Tensor
