@@ -113,7 +113,7 @@ STUDIES = {
         ("no augmentation", GRID_OF_ROTATIONS),
         {
             "NTK-100-1": "--method ntk --subset 100",
-            "conditioned NTK": "--method ntk-conditioned --subset 100",
+            "conditioned NTK": "--method ntk-conditioned --subset 100 --lr-hyp 0.1",
         },
     ),
     "diabetes": Study("", 5, diabetes.PEOPLE, dict.fromkeys(diabetes.OURS, "")),

@@ -302,16 +302,17 @@ CIFAR = (
     "--dataset cifar10 --n-data 2000 --model resnet --depth 10 --width 4 --epochs 60 "
     "--batch-size 128 --optimizer sgd --lr 0.1 --prior-precision 1 --eval-every 20"
 )
+ONE_BLOCK = "--method ntk --inducing 0.5 --steps-per-block 10"
 ESTIMATORS = {
     "published NTK-100-1": "--method ntk --subset 100",
     "Fisher NTK-100-1": "--method ntk --subset 100 --root fisher",
     "conditioned 100": "--method ntk --subset 100 --inducing 0.5",
-    "conditioned 100, one block a round": "--method ntk-conditioned --subset 100",
-    "conditioned 200, one block a round": "--method ntk-conditioned",
+    "conditioned 100, one block a round": f"{ONE_BLOCK} --subset 100",
+    "conditioned 200, one block a round": f"{ONE_BLOCK} --subset 200",
     "published NTK-500-1": "--method ntk --subset 500",
     "Fisher NTK-500-1": "--method ntk --subset 500 --root fisher",
     "conditioned 500": "--method ntk --subset 500 --inducing 0.5",
-    "conditioned 500, one block a round": "--method ntk-conditioned --subset 500",
+    "conditioned 500, one block a round": f"{ONE_BLOCK} --subset 500",
     "MAP": "--method map",
 }
 FEW = ("published NTK-100-1", "published NTK-500-1", "conditioned 200, one block a round", "MAP")

@@ -169,6 +169,6 @@ def test_studies_keep_the_settings_of_the_runner():
     study = alternatives.STUDIES["mnist"]
     config = alternatives.config_of(study, 1, study.ours["conditioned NTK"])
     assert (config.training.epochs, config.problem.n_data, config.run.seed) == (300, 1000, 1)
-    assert config.estimator.method == "ntk-conditioned" and config.estimator.subset == 200
+    assert config.estimator.method == "ntk-conditioned" and config.estimator.subset == 400
     small = replace(study).small()
     assert "--dataset digits" in small.settings and small.seeds == 1

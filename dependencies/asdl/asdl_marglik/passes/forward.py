@@ -452,8 +452,9 @@ class Chunk:
         """
         use = self.use(index)
         if form != "all" and self.copies > 1:
-            # patches are linear in the input: averaging copies first is the same and cheaper
-            a = a.unflatten(1, (self.copies, -1)).mean(1)
+            # patches are linear in the input: averaging copies first is the same and cheaper; the
+            # way back through a sum and a quotient divides before it copies
+            a = a.unflatten(1, (self.copies, -1)).sum(1) / self.copies
         if form == "reduce":
             patches = use.rule.mean_patch(use.call, role, a)
         else:

@@ -171,13 +171,16 @@ class Convolution(Rule):
         if role == "bias":
             return None
         o = call.options
+        kernel = _kernel(call)
         n_positions = 1
-        for axis, k in enumerate(_kernel(call)):
+        # the last side first: it is contiguous, and what is left of it small
+        for axis in reversed(range(len(kernel))):
             geometry = (o["stride"][axis], o["padding"][axis], o["dilation"][axis])
-            meets = _meetings(a.shape[3], k, *geometry)
+            meets = _meetings(a.shape[3 + axis], kernel[axis], *geometry)
             n_positions *= meets.shape[0]
             # sum over this side, its kernel offsets become the last axis
-            a = a.movedim(3, -1) @ meets.sum(0).to(a)
+            a = a.movedim(3 + axis, -1) @ meets.sum(0).to(a)
+        a = a.permute(0, 1, 2, *reversed(range(3, a.dim())))
         mean = (a / n_positions).flatten(2)
         return mean.unflatten(2, (o["groups"], -1)).unsqueeze(2)
 

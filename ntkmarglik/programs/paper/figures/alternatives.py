@@ -31,6 +31,7 @@ LOOKS = {
 GOAL = 1.3  # plain fits that learning may cost
 WORST = 0.12  # what is further below the grid is named, not drawn
 FASTEST = 0.6  # plain fits; what takes less is drawn here
+SLOWEST = 23  # plain fits that every panel has room for
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def alternatives(folder: Path, target: Path) -> None:
     studies = {study: rows for (study,), rows in grouped(rows_of(folder, CSV), "study").items()}
     columns = min(3, len(studies))
     lines = -(-len(studies) // columns)
-    with sheet(target, lines, columns, (4.1, 2.9)) as grid:
+    with sheet(target, lines, columns, (4.1, 3.2)) as grid:
         panels = list(grid.flat)
         for axes, (study, rows) in zip(panels, studies.items(), strict=False):
             _panel(axes, compared(rows))
@@ -117,8 +118,9 @@ def _panel(axes: Axes, ways: list[Compared]) -> None:
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     axes.axvline(GOAL, color="0.8", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xscale("log")
-    axes.set_xlim(0.9 * FASTEST, 30)
-    axes.set_xticks([1, 2, 5, 10, 20])
+    slowest = max([SLOWEST, *(way.units for way in ways if way.difference >= -WORST)])
+    axes.set_xlim(0.9 * FASTEST, 1.3 * slowest)
+    axes.set_xticks([tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick <= slowest])
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     label_ends(axes, labels)

@@ -127,8 +127,12 @@ def _places(rows: Tensor, columns: Tensor, side: int) -> Tensor:
 
 def _root_of_rank_one(kernel: Tensor, eps: float) -> Tensor | None:
     """v with K = v v^T up to rounding, if there is one."""
-    largest, pivot = kernel.diagonal().max(0)
+    diagonal = kernel.diagonal()
+    largest, pivot = diagonal.max(0)
     if not largest > 0:
         return None if kernel.any() else kernel.new_zeros(len(kernel))
     v = kernel[:, pivot] / largest.sqrt()
-    return v if (kernel - v[:, None] * v).abs().max() <= RANK_ONE * eps * largest else None
+    limit = RANK_ONE * eps * largest
+    if (diagonal - v.square()).abs().max() > limit:  # most kernels of higher rank end here
+        return None
+    return v if (kernel - v[:, None] * v).abs().max() <= limit else None
