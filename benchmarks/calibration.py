@@ -2,8 +2,8 @@
 
 Networks with a learned prior (conditioned blocks of 200 rows, three seeds) predict their test data
 by the mode and by posteriors: kfac and ntk of all weights, full of the last layer, each by probit,
-bridge and samples. Log-likelihood and calibration error on the first 2,000 test images; area under the ROC
-curve of the entropy against images of another kind. Needs the data sets under --data-root.
+bridge and samples. Log-likelihood and calibration error on the first 2,000 test images; area under
+the ROC curve of the entropy against images of another kind. Needs the data sets under --data-root.
 """
 
 from __future__ import annotations
