@@ -49,6 +49,7 @@ class Trainer:
         self.loss = method.loss if self.ranks is None else SharedLoss(problem, method, self.ranks)
         self.batches = torch.Generator().manual_seed(problem.config.run.seed)
         self.weights = weight_optimizer(problem.model, self.training)
+        method.attach(self.weights)
         # of hyperparameters that follow the loss; those that follow the evidence are the method's
         self.prior = torch.optim.Adam(method.hyperparameters(), self.training.lr_hyp)
         self.augment = self._augment_optimizer()
@@ -200,11 +201,13 @@ class Trainer:
         return loss.detach()
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
-        """Mean over the data of the batches' summed losses; refused if it is not finite."""
+        """Mean over the data of the batches' summed losses, with the prior's part as it is now;
+        refused if it is not finite.
+        """
         total = torch.stack(losses).sum()
         if self.ranks is not None:
             total = self.ranks.sum(total, self._step("loss")) / self.ranks.size
-        mean_loss = total.item() / self.problem.data.n_data
+        mean_loss = total.item() / self.problem.data.n_data + float(self.method.prior_loss())
         self._check_weights()
         if not math.isfinite(mean_loss):
             raise NtkMarglikError(

@@ -32,6 +32,18 @@ def _undrawn(monkeypatch):
     monkeypatch.setattr("ntkmarglik.programs.classify.pictures.draw", lambda *_, **__: None)
 
 
+def test_a_step_of_the_weights_follows_the_loss_with_the_prior():
+    trainer = trained([*TINY, "--method", "map", "--prior-precision", "30"], load("digits", "data"))
+    method, x, y = trainer.method, trainer.problem.data.x_train, trainer.problem.data.y_train
+    weights = list(trainer.problem.model.parameters())
+    loss = method.ml.map_loss(x, y)
+    expected = torch.autograd.grad(loss, weights)
+    assert (method.loss(x, y) + method.prior_loss()).item() == pytest.approx(loss.item(), rel=1e-5)
+    trainer._weight_step(torch.arange(len(y)), "step")
+    for weight, gradient in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient)
+
+
 # ----------------------------------------------------------------------------------------- Augerino
 
 
@@ -78,7 +90,8 @@ def test_augerino_rewards_width_and_leaves_the_prior_alone():
     )
     decay = 0.01 * sum(p.square().sum() for p in problem.model.parameters()) / (2 * 64)
     expected = nn.functional.cross_entropy(f, y) + decay - 0.01 * problem.augment.eta.norm()
-    assert method.loss(x, y).item() == pytest.approx(expected.item(), rel=1e-5)
+    loss = method.loss(x, y) + method.prior_loss()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_augerino_needs_an_augmentation(tmp_path, capsys):

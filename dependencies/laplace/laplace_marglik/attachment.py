@@ -77,15 +77,20 @@ class Attachment:
     def _by_group(self) -> Iterator[tuple[Any, dict[str, nn.Parameter]]]:
         """The learning rate and the weights of each parameter group, as they are now."""
         for group in self.optimizer.param_groups:
-            others = [p for p in group["params"] if id(p) not in self._names and p.requires_grad]
+            weights, others = {}, []
+            for p in group["params"]:
+                name = self._names.get(id(p))
+                if name is not None:
+                    weights[name] = p
+                elif p.requires_grad:
+                    others.append(p)
             if others:
                 raise MarglikError(
                     f"the optimiser has {len(others)} parameters (the first of shape "
                     f"{tuple(others[0].shape)}) that are no weights of this model; hyperparameters "
                     "are moved by round(), other modules need an optimiser of their own"
                 )
-            parameters = [p for p in group["params"] if id(p) in self._names]
-            yield group.get("lr"), {self._names[id(p)]: p for p in parameters}
+            yield group.get("lr"), weights
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -123,23 +128,31 @@ class Attachment:
             return
         for rate, weights in self._by_group():
             present = {name: w for name, w in weights.items() if w.grad is not None}
-            for name, pull in self.prior.pulls(present, self.n_data):
-                weight = present[name]
-                if self.decoupled:
-                    weight.sub_((pull * rate).to(weight.dtype))
-                else:
-                    _add(name, weight, pull if scale is None else pull * scale.to(pull))
+            if not present:
+                continue
+            pulls = list(self.prior.pulls(present, self.n_data).values())
+            if self.decoupled:
+                _add(list(present.values()), [pull * -rate for pull in pulls])
+                continue
+            if scale is not None:
+                pulls = [pull * scale.to(pull) for pull in pulls]
+            _add([_dense_gradient(name, w) for name, w in present.items()], pulls)
 
 
-def _add(name: str, weight: nn.Parameter, pull: Tensor) -> None:
-    """Add the pull to a weight's gradient."""
+def _add(to: list[Tensor], pulls: list[Tensor]) -> None:
+    """Add the pulls to weights or gradients, in the precision of these."""
+    torch._foreach_add_(to, [pull.to(t.dtype) for t, pull in zip(to, pulls, strict=True)])
+
+
+def _dense_gradient(name: str, weight: nn.Parameter) -> Tensor:
+    """A weight's gradient, if it has all entries."""
     assert weight.grad is not None
     if weight.grad.is_sparse:
         raise MarglikError(
             f"the gradient of {name!r} is sparse, and the prior pulls at all of its entries; use "
             "nn.Embedding(..., sparse=False)"
         )
-    weight.grad.add_(pull.to(weight.grad.dtype))
+    return weight.grad
 
 
 def stepping(optimizer: Any) -> Optimizer:

@@ -188,7 +188,7 @@ class GaussianPrior(nn.Module):
             groups.setdefault(decay, []).append(weights[name])
         return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
 
-    def pulls(self, weights: Mapping[str, Tensor], n_data: int) -> Iterator[tuple[str, Tensor]]:
+    def pulls(self, weights: Mapping[str, Tensor], n_data: int) -> dict[str, Tensor]:
         """The gradient of penalty / 2N in each weight, precision * (w - mean) / N.
 
         Weights of half precision have it in single precision, in which it does not vanish.
@@ -198,13 +198,18 @@ class GaussianPrior(nn.Module):
             n_data: size N of the training set.
         """
         self.check_independent()
-        precision = self.log_precision.detach().exp() / n_data
-        for name, deviation in self.deviations(weights).items():
-            group = self.groups[name]
-            dtype = torch.promote_types(deviation.dtype, torch.float32)
-            deviation = deviation.detach().to(dtype)
-            scale = precision[group].to(deviation)
-            yield name, deviation * (scale if isinstance(group, int) else scale.view_as(deviation))
+        # a part of every training step: few operations, and one for all weights together
+        with torch.no_grad():
+            precision = self.log_precision.exp() / n_data
+            shared = precision.unbind()
+            deviations, scales = [], []
+            for name, w in self.deviations(weights).items():
+                w = w.float() if w.dtype.itemsize < 4 else w
+                group = self.groups[name]
+                scale = shared[group] if isinstance(group, int) else precision[group].view(w.shape)
+                deviations.append(w)
+                scales.append(scale.to(w))
+            return dict(zip(weights, torch._foreach_mul(deviations, scales), strict=True))
 
     def deviations(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """w - mean of each weight.
@@ -474,6 +479,8 @@ class _Means(nn.Module):
                 self.register_buffer(_buffer(name), torch.as_tensor(mean))
 
     def of(self, name: str) -> Tensor | float:
+        if not self._buffers:  # the usual case, asked for in every training step
+            return 0.0
         return self._buffers.get(_buffer(name), 0.0)  # type: ignore[return-value]
 
 

@@ -55,10 +55,9 @@ class Augerino(MeasuredByBlocks):
         seed = int(torch.randint(2**31, (), generator=problem.generator))
         copies = augmented(problem.augment, x, seed)
         f = run_averaged(problem.model, copies)
-        data = self.ml.data_loss(f, y)
-        decay = problem.prior.penalty(self.ml.weights) / (2 * problem.data.n_data)
         reward = torch.cat([p.flatten() for p in problem.augment.parameters()]).norm()
-        return data + decay - problem.config.hyperparameters.augerino_regulariser * reward
+        rate = problem.config.hyperparameters.augerino_regulariser
+        return self.ml.data_loss(f, y) - rate * reward
 
     def baseline(self, fixed: Problem) -> Method:
         return Map(fixed, self.structure)

@@ -250,7 +250,16 @@ class Method(ABC):
 
     @abstractmethod
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """What the weights minimise on a batch, per datum."""
+        """What the weights minimise on a batch, per datum, besides `prior_loss`."""
+
+    def prior_loss(self) -> Tensor | float:
+        """What the weights minimise besides, whatever the batch; its gradient is not taken, but
+        `attach` adds it to every step.
+        """
+        return 0.0
+
+    def attach(self, weights: torch.optim.Optimizer) -> None:  # noqa: B027 - most need nothing
+        """Take part in the steps of an optimiser of the weights, before the first of them."""
 
     def parameters_of_loss(self) -> list[nn.Parameter]:
         """What the loss has gradients in, besides the weights."""

@@ -8,6 +8,7 @@ from ntkmarglik.learn.config import Config
 from ntkmarglik.learn.methods.base import BLOCKS, Method, Problem
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from laplace_marglik import Evidence
@@ -26,7 +27,18 @@ class AtMode(Method):
         self.ml = problem.marginal_likelihood(structure)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.ml.map_loss(x, y)
+        return self.ml.data_loss(self.ml.outputs_of(x), y)
+
+    def prior_loss(self) -> Tensor:
+        import torch
+
+        with torch.no_grad():
+            return self.problem.prior.penalty(self.ml.weights) / (2 * self.ml.n_data)
+
+    def attach(self, weights: torch.optim.Optimizer) -> None:
+        from laplace_marglik.attachment import Attachment
+
+        Attachment(weights, self.problem.prior, self.ml.weights, self.ml.n_data)
 
     def outputs(self, x: Tensor) -> Tensor:
         return self.ml.outputs_of(x, seed=self.problem.config.run.seed)

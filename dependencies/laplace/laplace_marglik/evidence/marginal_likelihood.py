@@ -293,7 +293,7 @@ class MarginalLikelihood:
         """
         f = chosen_output(f, self.network.output)
         f = f.to(torch.promote_types(f.dtype, torch.float32))  # sums over outputs need it
-        y = self.placed(checks.targets(y))
+        y = checks.targets(y).to(f.device)
         with self.likelihood.constant():
             return -self.likelihood.tempered_log_prob(f, y).mean()
 

@@ -127,7 +127,8 @@ class Likelihood(nn.Module):
     def constant(self) -> Iterator[None]:
         """The likelihood's parameters as constants inside the context."""
         learnable = [p for p in self.parameters() if p.requires_grad]
-        self.requires_grad_(False)
+        for p in learnable:
+            p.requires_grad_(False)
         try:
             yield
         finally:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import nll_loss, one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
 from asdl_marglik import eigen_root, psd_sqrt
 from laplace_marglik.errors import MarglikError
@@ -80,13 +80,15 @@ class Categorical(Likelihood):
         self.register_buffer("class_weights", _checked_weights(class_weights), persistent=False)
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        log_p = self._log_p(f)
+        # a part of every training step: few operations where there is one position
+        logits = f if f.dim() == 2 else self._by_position(f).flatten(0, 1)
         y = self._targets(f, y)
         if self._has_plain_targets(y):
-            losses = nll_loss(
-                log_p.flatten(0, 1), y.flatten(), ignore_index=self.ignore_index, reduction="none"
+            losses = cross_entropy(
+                logits, y.flatten(), ignore_index=self.ignore_index, reduction="none"
             )
-            return -losses.view(y.shape).sum(1)
+            return -losses if y.shape[1] == 1 else -losses.view(y.shape).sum(1)
+        log_p = self._log_p(f)
         return (self._weights_of(y, log_p) * log_p).sum((1, 2))
 
     def predict(self, f: Tensor) -> Tensor:
@@ -154,8 +156,10 @@ class Categorical(Likelihood):
         y = y.reshape(len(f), -1)
         classes = f.shape[axis]
         # the usual case, in few operations
-        if y.numel() and int(y.min()) >= 0 and int(y.max()) < classes:
-            return y.long()
+        if y.numel():
+            least, most = torch.aminmax(y)
+            if int(least) >= 0 and int(most) < classes:
+                return y.long()
         counted = y[y != self.ignore_index]
         if counted.numel() and not (int(counted.min()) >= 0 and int(counted.max()) < classes):
             raise MarglikError(
