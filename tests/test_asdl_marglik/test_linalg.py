@@ -92,7 +92,7 @@ def test_the_conditioned_log_determinant_and_its_derivative(u, m):
         return log_det_identity_plus(v @ v.mT, conditioning=conditioning)
 
     def cached(v):
-        kernels = Combination([v @ v.mT], v.dtype, conditioning)
+        kernels = Combination([v @ v.mT], 1, v.dtype, conditioning)
         return kernels.log_det_identity_plus(torch.ones(1, dtype=v.dtype))
 
     v = rows.clone().requires_grad_()

@@ -35,7 +35,7 @@ def test_a_combination_of_kernels_against_autograd(ranks):
     generator = torch.Generator().manual_seed(3)
     roots = [torch.randn(6, rank, generator=generator, dtype=torch.float64) for rank in (*ranks, 1)]
     kernels = [root @ root.mT for root in roots[:-1]] + [torch.zeros(6, 6, dtype=torch.float64)]
-    combination = Combination(kernels, torch.float64)
+    combination = Combination(kernels, len(kernels), torch.float64)
     ours, theirs = (
         torch.linspace(0.5, 2, len(kernels), dtype=torch.float64, requires_grad=True)
         for _ in range(2)

@@ -251,7 +251,7 @@ def test_settings_that_conditioning_cannot_work_with_are_refused_before_work_sta
 
 def test_defaults_of_a_method_are_those_of_its_command():
     config = parse(["--method", "ntk-conditioned"])
-    assert config.estimator.subset == 400 and config.training.steps_per_block == 10
+    assert config.estimator.subset == 400 and config.training.steps_per_block == 5
     assert config.command() == "python classification_image.py"
     other = parse(["--method", "ntk-conditioned", "--subset", "500"])
     assert parse(other.command().split()[2:]) == other and "--subset 500" in other.command()

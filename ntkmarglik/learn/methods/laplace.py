@@ -162,14 +162,16 @@ class ConditionedNtk(Laplace):
     colour = "#332288"
     structure = "ntk"
     # As chosen on digits and MNIST-1000 (docs/alternatives.md). Few rows make a loose bound, which
-    # asks for too much decay: larger blocks, and half as many. Weights that begin with next to no
-    # decay, while it is learned, do not make up for it later.
+    # asks for too much decay: larger blocks, and half as many. Few large steps on each take as far
+    # as many small ones. Weights that begin with next to no decay, while it is learned, do not make
+    # up for it later.
     defaults = {
         "subset": 400,
         "inducing": 0.5,
-        "steps_per_block": 10,
+        "steps_per_block": 5,
+        "prior_steps": 5,
         "frequency": 10,
-        "lr_hyp": 0.2,
+        "lr_hyp": 0.3,
         "prior_precision": 1.0,
     }
 

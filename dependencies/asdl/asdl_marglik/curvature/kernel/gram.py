@@ -178,8 +178,9 @@ class Gram(Term):
     def settled(self, statistics: list[Tensor], mixing: Tensor | None) -> Settled:
         if not self.packed:
             return super().settled(statistics, mixing)
-        grams = (mixed_gram(gram.double(), mixing) for gram in statistics[0])
-        kernels = Combination(grams, statistics[0].dtype, self.conditioning)
+        grams = statistics[0]
+        mixed = grams if mixing is None else (mixed_gram(gram.double(), mixing) for gram in grams)
+        kernels = Combination(mixed, len(grams), grams.dtype, self.conditioning)
         return lambda scale, log_precision: kernels.log_det_identity_plus(
             self._coefficients(scale, log_precision)
         )

@@ -1,6 +1,6 @@
 """log|I + sum_g w_g K_g| for many coefficients w: what does not depend on them is done once.
 
-Of the symmetric K_g only the lower triangles are kept, side by side, so that the sum and its
+Of the symmetric K_g only the lower triangles are read and kept, side by side, so that the sum and its
 derivative are one product with a vector each. Kernels of rank one (of a group that is a single
 weight) are kept as vectors: K_g = v v^T.
 
@@ -24,7 +24,8 @@ class Combination:
     """Symmetric positive semi-definite kernels K_g.
 
     Args:
-        kernels: [N, N] in float64, given one by one.
+        kernels: [N, N], given one by one.
+        count: how many.
         dtype: in which they were computed.
         conditioning: of their rows.
     """
@@ -32,6 +33,7 @@ class Combination:
     def __init__(
         self,
         kernels: Iterable[Tensor],
+        count: int,
         dtype: torch.dtype,
         conditioning: Conditioning | None = None,
     ):
@@ -39,29 +41,42 @@ class Combination:
         self.coarse = dtype != torch.float64
         eps = torch.finfo(dtype).eps
         vectors: list[Tensor] = []
-        lower: list[Tensor] = []
         of_rank_one: list[bool] = []
         for kernel in kernels:
             if not of_rank_one:
-                self.side = len(kernel)
-                rows, columns = torch.tril_indices(self.side, self.side, device=kernel.device)
-                self._entries = rows * self.side + columns
-                self._places = _places(rows, columns, self.side)
-                # an entry of the triangle stands for two of the matrix
-                self._occurs = 2.0 - (rows == columns).double()
+                self._measure(len(kernel), kernel.device)
+                lower = self._occurs.new_empty(count, len(self._entries))
             v = _root_of_rank_one(kernel, eps)
-            of_rank_one.append(v is not None)
             if v is not None:
-                vectors.append(v)
-            else:
-                lower.append((kernel + kernel.mT).flatten()[self._entries].div_(2))
+                vectors.append(v.double())
+            else:  # written in place: fresh memory for each would cost more than filling it
+                place = len(of_rank_one) - len(vectors)
+                lower[place] = kernel.flatten().index_select(0, self._entries)
+            of_rank_one.append(v is not None)
         self._order = torch.tensor(of_rank_one, device=self._entries.device).argsort(
             descending=True, stable=True
         )
         self._back = self._order.argsort()
-        self._sizes = [len(vectors), len(lower)]
+        filled = count - len(vectors)
+        self._sizes = [len(vectors), filled]
         self._vectors = torch.stack(vectors) if vectors else None  # [G1, N]
-        self._lower = torch.stack(lower) if lower else None  # [G2, N (N + 1) / 2]
+        if vectors:
+            lower = lower[:filled].clone()
+        self._lower = lower if filled else None  # [G2, N (N + 1) / 2]
+
+    def _measure(self, side: int, device: torch.device) -> None:
+        """Where the entries of the triangle stand in a matrix, and those of the matrix in it."""
+        numbers = torch.arange(side, device=device)
+        rows, columns = torch.tril_indices(side, side, device=device)
+        self.side = side
+        self._entries = rows * side + columns
+        # row i of the triangle begins after i (i + 1) / 2 entries
+        begins = numbers * (numbers + 1) // 2
+        of_row = torch.maximum(begins[:, None], begins)
+        self._places = (of_row + torch.minimum(numbers[:, None], numbers)).flatten()
+        # an entry of the triangle stands for two of the matrix
+        self._occurs = torch.full((len(rows),), 2.0, dtype=torch.float64, device=device)
+        self._occurs[begins + numbers] = 1.0
 
     def log_det_identity_plus(self, coefficients: Tensor) -> Tensor:
         """log|I + sum_g coefficients[g] K_g|, differentiable in the coefficients.
@@ -114,15 +129,6 @@ class _LogDet(torch.autograd.Function):
         kernels: Combination = ctx.kernels
         derivative = derivative_of(saved, ctx.is_factor, kernels.conditioning)
         return cotangents[0] * kernels.inner_products(derivative), None
-
-
-def _places(rows: Tensor, columns: Tensor, side: int) -> Tensor:
-    """Where in a triangle, given by its rows and columns, each entry of the matrix stands [N N]."""
-    places = torch.empty(side, side, dtype=torch.long, device=rows.device)
-    numbers = torch.arange(len(rows), device=rows.device)
-    places[rows, columns] = numbers
-    places[columns, rows] = numbers
-    return places.flatten()
 
 
 def _root_of_rank_one(kernel: Tensor, eps: float) -> Tensor | None:
