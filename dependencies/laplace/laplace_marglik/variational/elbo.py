@@ -152,11 +152,14 @@ class DataEmphasizedELBO:
         if self.antithetic:
             opposite = {name: -xi for name, xi in noise.items()}
             data = (data + self._mean_log_prob(weights, opposite, x, y)) / 2
-        return self.kl().to(data.dtype) / (self.kappa * self.n_data) - data
+        return self._kl(weights).to(data.dtype) / (self.kappa * self.n_data) - data
 
     def kl(self) -> Tensor:
         """KL(q || p) of all weights in nats, in float64."""
-        terms = divergence(self.weights, self.prior, self.width)
+        return self._kl(self.weights)
+
+    def _kl(self, weights: dict[str, nn.Parameter]) -> Tensor:
+        terms = divergence(weights, self.prior, self.width)
         return terms.least() if self.variance == "optimal" else terms.total(self._variance(terms))
 
     def prior_variance(self) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ class Compared:
         rows: one for each seed.
         difference: mean of the paired differences in test log-likelihood.
         error: its standard error; None for a single seed.
-        units: mean CPU time, in units of a plain fit with the same seed.
+        units: mean CPU time, in units of a plain fit with the same seed in the same hour.
     """
 
     rows: list[Row]
@@ -70,7 +70,7 @@ def compared(rows: list[Row]) -> list[Compared]:
         base = [grid[row["seed"]] for row in own]
         scores, scores_of_grid = (values(part, "test_log_likelihood") for part in (own, base))
         difference, error = mean_and_error(list(map(sub, scores, scores_of_grid)))
-        seconds, plain_fits = values(own, "cpu_seconds"), values(base, "fit_seconds")
+        seconds, plain_fits = values(own, "cpu_seconds"), values(own, "fit_seconds")
         units, _ = mean_and_error(list(map(truediv, seconds, plain_fits)))
         found.append(Compared(own, difference, error, units))
     return found

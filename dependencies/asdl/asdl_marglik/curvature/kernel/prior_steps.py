@@ -1,7 +1,7 @@
 """log|I + sum_g w_g K_g| for many coefficients w: what does not depend on them is done once.
 
-Of the symmetric K_g only the lower triangles are read and kept, side by side, so that the sum and its
-derivative are one product with a vector each. Kernels of rank one (of a group that is a single
+Of the symmetric K_g only the lower triangles are read and kept, side by side, so that the sum and
+its derivative are one product with a vector each. Kernels of rank one (of a group that is a single
 weight) are kept as vectors: K_g = v v^T.
 
     d log|I + K| / d w_g = <(I + K)^-1, K_g>
