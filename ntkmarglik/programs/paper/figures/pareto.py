@@ -24,7 +24,7 @@ from ntkmarglik.runs.records import grouped, mean_and_error, values
 
 QUANTITIES = {"log_marglik": "log evidence / datum", "test_log_likelihood": "test log-likelihood"}
 FAINT = 0.3
-LETTER = 0.02  # width of a letter of a name, of that of a panel
+LETTER, LINE = 0.024, 0.05  # width of a letter of a name and height of a name, of those of a panel
 OF_ALL_DATA = "black"  # estimators that see all data at once, those before the paper's
 
 
@@ -163,17 +163,28 @@ def _name(axes: Axes, best: list[Point]) -> None:
         end = (np.log(point.seconds) - first) / (last - first)
         if end - LETTER * len(point.label) > before:
             place = -np.inf
-        place = max((point.value - low) / (high - low) + 0.015, place + 0.05)
+        place = max((point.value - low) / (high - low) + 0.015, place + LINE)
         before = end
         at = (point.seconds / 1.08, low + place * (high - low))
         axes.text(*at, point.label, fontsize=6, ha="right", va="bottom", color=point.colour)
 
 
 def _name_beside(axes: Axes, points: list[Point]) -> None:
-    """Names below points that are not on the front, if these are in sight."""
+    """Names below points that are not on the front, if these are in sight; moved down where they
+    meet.
+    """
     low, high = axes.get_ylim()
-    for point in (p for p in points if p.value >= low):
-        at = (1.1 * point.seconds, point.value - 0.025 * (high - low))
+    first, last = np.log(axes.get_xlim())
+    taken: list[tuple[float, float, float]] = []  # begin, end and height of a name
+    for point in sorted((p for p in points if p.value >= low), key=lambda p: -p.value):
+        end = (np.log(1.1 * point.seconds) - first) / (last - first)
+        begin = end - LETTER * len(point.label)
+        place = (point.value - low) / (high - low) - 0.025
+        for other_begin, other_end, other in sorted(taken, key=lambda name: -name[2]):
+            if begin < other_end and other_begin < end and abs(place - other) < LINE:
+                place = other - LINE
+        taken.append((begin, end, place))
+        at = (1.1 * point.seconds, low + place * (high - low))
         axes.text(*at, point.label, fontsize=6, ha="right", va="top", color=point.colour)
 
 
