@@ -165,6 +165,8 @@ class Training:
     """Learning rate of the log prior precision, or of sigma in elbo and de-elbo (Adam), at the start."""
     lr_hyp_min: NonNegativeFloat = 0.01
     """Learning rate of the log prior precision or of sigma at the end."""
+    prior_update: Literal["adam", "fixed-point"] = "adam"
+    """How rounds move the prior: adam, or MacKay's fixed point, of which --lr-hyp is then the share in each step."""
     lr_aug: NonNegativeFloat = 0.05
     """Learning rate of the augmentation (Adam) at the start."""
     lr_aug_min: NonNegativeFloat = 0.005

@@ -10,11 +10,13 @@ from torch.utils.data import Dataset, TensorDataset
 from laplace_marglik import (
     Evidence,
     EvidenceLearner,
+    Gaussian,
     GaussianPrior,
     InducingPartition,
     MarginalLikelihood,
     MarglikError,
 )
+from laplace_marglik.moves import LARGEST_LOG_PRECISION
 from laplace_marglik.schedule import cosine, is_due
 
 N, C = 24, 3
@@ -195,6 +197,113 @@ def test_rates_fall_along_a_cosine_over_all_rounds():
     finally:
         torch.optim.Adam.step = step
     assert rates == pytest.approx([cosine(number, 12, 0.2, 0.02) for number in range(12)])
+
+
+# ------------------------------------------------------------------------ the prior's fixed point
+
+
+def linear_regression():
+    """Bayesian linear regression, whose evidence is exact."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 5, dtype=torch.float64)
+    model = nn.Linear(5, 1, bias=False).double()
+    y = x @ torch.linspace(0.2, 2, 5, dtype=torch.float64)[:, None] + torch.randn(40, 1).double()
+    prior = GaussianPrior(model, "scalar", precision=100.0)
+    ml = MarginalLikelihood(model, Gaussian(1.0, learn_sigma=False), n_data=40, prior=prior)
+    return ml, x, y
+
+
+def at_mode(ml, x, y):
+    """The closed-form weights under the present precision."""
+    inverse = torch.linalg.inv(x.mT @ x + ml.prior.precision * torch.eye(5))
+    with torch.no_grad():
+        ml.model.weight.copy_((inverse @ x.mT @ y).mT)
+    return inverse
+
+
+def test_fixed_point_steps_end_where_mackay_s_update_of_linear_regression_does():
+    ml, x, y = linear_regression()
+    learner = EvidenceLearner(
+        ml, (x, y), rows=None, steps=1, lr=1.0, lr_min=1.0, prior_update="fixed-point"
+    )
+    expected = 100.0
+    for _ in range(6):
+        inverse = at_mode(ml, x, y)
+        learner.round()
+        determined = 5 - expected * inverse.trace().item()  # gamma, in closed form
+        expected = determined / ml.model.weight.square().sum().item()
+        assert ml.prior.precision.item() == pytest.approx(expected, rel=1e-6)
+    at_mode(ml, x, y)
+    total = ml(x, y).total
+    (gradient,) = torch.autograd.grad(total, ml.prior.log_precision)
+    assert abs(gradient.item()) < 1e-2
+
+
+def test_few_fixed_point_steps_end_where_adam_ends_whatever_the_start():
+    """From a precision of a million Adam does not arrive in 4,000 steps."""
+
+    def learned(precision, steps, lr, update):
+        ml = marglik(precision=precision)
+        learner = EvidenceLearner(
+            ml,
+            data(),
+            rows=N * (C - 1),
+            steps=steps,
+            lr=lr,
+            lr_min=lr / 4,
+            prior_update=update,
+            steps_per_block=steps,
+            total_rounds=1,
+        )
+        learner.round()
+        return ml.prior.log_precision.detach()
+
+    expected = learned(1.0, 400, 0.2, "adam")
+    for start in (1e-6, 1.0, 1e6):
+        found = learned(start, 20, 0.8, "fixed-point")
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_precisions_of_weights_without_a_maximum_stay_finite(zero):
+    """A weight of zero asks for an infinite precision, one that does nothing for none."""
+    ml = marglik()
+    with torch.no_grad():
+        if zero:
+            ml.model[2].bias.zero_()
+        else:
+            ml.model[0].weight.zero_()  # then hidden units are constant
+            ml.model[0].weight[:, 0] = 1e-12
+    learner = EvidenceLearner(
+        ml, data(), rows=20, steps=100, steps_per_block=100, lr=1.0, prior_update="fixed-point"
+    )
+    for _ in range(2):
+        report = learner.round()
+    assert report.evidence.total.isfinite()
+    assert ml.prior.log_precision.abs().max() <= LARGEST_LOG_PRECISION
+
+
+def test_a_learned_noise_moves_beside_the_fixed_point():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    x = torch.randn(N, 4, dtype=torch.float64)
+    prior = GaussianPrior(model, "layerwise")
+    ml = MarginalLikelihood(model, Gaussian(1.0), n_data=N, prior=prior)
+    learner = EvidenceLearner(ml, (x, x[:, :1]), rows=12, prior_update="fixed-point")
+    before = [p.detach().clone() for p in ml.hyperparameters()]
+    learner.round()
+    for old, new in zip(before, ml.hyperparameters(), strict=True):
+        assert not torch.equal(old, new)
+    prior.log_precision.requires_grad_(False)
+    again = EvidenceLearner(ml, (x, x[:, :1]), rows=12, prior_update="fixed-point")
+    fixed = prior.log_precision.clone()
+    again.round()
+    assert torch.equal(fixed, prior.log_precision)
+
+
+def test_an_unknown_update_is_refused():
+    with pytest.raises(MarglikError, match="prior_update must be adam or fixed-point, got 'sgd'"):
+        EvidenceLearner(marglik(), data(), rows=8, prior_update="sgd")
 
 
 @pytest.mark.parametrize("inducing", [0.0, 0.5])

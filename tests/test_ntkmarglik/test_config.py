@@ -93,7 +93,7 @@ def test_a_command_without_a_method_takes_the_conditioned_bound():
     assert bare == Config().updated(method="ntk-conditioned")
     assert bare.command() == "python classification_image.py"
     estimator = bare.estimator
-    assert (estimator.subset, estimator.inducing, bare.training.steps_per_block) == (400, 0.5, 5)
+    assert (estimator.subset, estimator.inducing, bare.training.steps_per_block) == (400, 0.5, 4)
 
 
 def test_another_method_brings_its_own_defaults_along_but_keeps_what_was_given():

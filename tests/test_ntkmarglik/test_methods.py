@@ -202,7 +202,7 @@ def test_a_round_by_blocks_costs_one_pass_over_all_data(steps, blocks, monkeypat
     trainer = trained(
         [*TINY, *BY_BLOCKS, "--epochs", "1", *sizes], load("digits", "data", n_data=64)
     )
-    assert trainer.method.learner._moves[1].taken == steps
+    assert trainer.method.learner._forward.taken == steps
     assert calls == {"first": 1, "second": [16] * 6}
     assert trainer.problem.augment.eta.tolist() != [0.05] * 6
 
@@ -251,7 +251,7 @@ def test_settings_that_conditioning_cannot_work_with_are_refused_before_work_sta
 
 def test_defaults_of_a_method_are_those_of_its_command():
     config = parse(["--method", "ntk-conditioned"])
-    assert config.estimator.subset == 400 and config.training.steps_per_block == 5
+    assert config.estimator.subset == 400 and config.training.steps_per_block == 4
     assert config.command() == "python classification_image.py"
     other = parse(["--method", "ntk-conditioned", "--subset", "500"])
     assert parse(other.command().split()[2:]) == other and "--subset 500" in other.command()

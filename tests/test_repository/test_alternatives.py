@@ -34,7 +34,7 @@ def test_every_way_of_every_study_has_its_rows(quick):
         for way in (*study.people, *study.ours):
             assert (name, way) in found
     posteriors = [row for row in rows if row["kind"] == "posterior"]
-    assert len(posteriors) == 5 + 4 + 4 + 4 + 2 + 1
+    assert len(posteriors) == 5 + 4 + 4 + 1 + 4 + 2 + 1
     assert all(float(row["cpu_seconds"]) > 0 for row in rows)
     assert {row["kind"] for row in rows} == {"people", "grid", "ours", "posterior"}
 

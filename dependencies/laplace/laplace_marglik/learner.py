@@ -16,10 +16,10 @@ of hyperparameter steps now and then (`round`), and a state for its checkpoints.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,11 @@ from laplace_marglik.evidence.on_blocks import DrawnBlock, OnBlocks
 from laplace_marglik.evidence.rows import n_root_columns
 from laplace_marglik.examples import Batches, dealt, examples_of, in_order
 from laplace_marglik.inducing import InducingPartition
+from laplace_marglik.moves import AdamMoves, FixedPointMoves, Moves
 from laplace_marglik.partition import Partition
-from laplace_marglik.schedule import cosine, is_due, set_rate
+from laplace_marglik.schedule import is_due
+
+PriorUpdate = Literal["adam", "fixed-point"]
 
 # Hyperparameters that move outputs learn from the gradient of the log-likelihood, of which few rows
 # know little: so many are enough, and with fewer so many data come besides. With 100 rows, 400 data
@@ -79,6 +82,8 @@ class EvidenceLearner:
         steps: of prior, noise and temperature in a round.
         lr: their learning rate (Adam) at the start.
         lr_min: and at the end of `total_rounds`; None for a tenth.
+        prior_update: "adam" for the precisions of the prior too, or "fixed-point", MacKay's update,
+            which takes them anywhere in a few steps; `lr` is then the share of the way in a step.
         augment_steps: steps in a round of hyperparameters that move outputs (augmentation, inside
             the network); None for as many.
         lr_augment: their learning rate at the start.
@@ -110,6 +115,7 @@ class EvidenceLearner:
         steps: int = 10,
         lr: float = 0.1,
         lr_min: float | None = None,
+        prior_update: PriorUpdate = "adam",
         augment_steps: int | None = None,
         lr_augment: float = 0.05,
         lr_augment_min: float | None = None,
@@ -158,16 +164,28 @@ class EvidenceLearner:
             None if ml.ranks is not None else ranks,
             self._likelihood_batch(likelihood_batch),
         )
-        forward = ml.forward_hyperparameters
-        scales = [p for p in ml.hyperparameters() if all(p is not q for q in forward)]
         if augment_steps is None:
             augment_steps = steps
-        self._moves = [
-            _Moves.of(scales, steps, lr, lr_min),
-            _Moves.of(forward, augment_steps, lr_augment, lr_augment_min),
-        ]
+        forward = ml.forward_hyperparameters
+        self._forward = AdamMoves(forward, augment_steps, lr_augment, lr_augment_min)
+        self._moves = [*self._of_scales(steps, lr, lr_min, prior_update), self._forward]
         self.calls = 0
         self._attached: list[Attachment] = []
+
+    def _of_scales(
+        self, steps: int, lr: float, lr_min: float | None, prior_update: PriorUpdate
+    ) -> list[Moves]:
+        """Moves of prior, noise and temperature, which take no new passes."""
+        checks.one_of("prior_update", prior_update, ("adam", "fixed-point"))
+        ml = self.ml
+        scales = [
+            p for p in ml.hyperparameters() if all(p is not q for q in ml.forward_hyperparameters)
+        ]
+        own = ml.prior.log_precision
+        if prior_update == "adam" or not own.requires_grad:
+            return [AdamMoves(scales, steps, lr, lr_min)]
+        others = [p for p in scales if p is not own]
+        return [FixedPointMoves(ml, steps, lr, lr_min), AdamMoves(others, steps, lr, lr_min)]
 
     def _partition(self, rows: int | None, inducing: float) -> Partition | InducingPartition:
         ml = self.ml
@@ -247,10 +265,10 @@ class EvidenceLearner:
         left = 0
         for step in range(self.n_steps):
             parameters = self._parameters(step)
-            new = left == 0 or self._moves[1].moves_at(step)
+            new = left == 0 or self._forward.moves_at(step)
             gradients = _Gradients(parameters, self.blocks_per_step * self.ml.n_data)
             if new:
-                cached = self.steps_per_block > 1 and not self._moves[1].moves_at(step)
+                cached = self.steps_per_block > 1 and not self._forward.moves_at(step)
                 values, drawn = self.on_blocks.evaluated(
                     self.blocks_per_step, gradients.add, cached=cached
                 )
@@ -279,12 +297,12 @@ class EvidenceLearner:
         evidences = []
         batches = self._batches()
         cached: Callable[[], Evidence] | None = None
-        if self.augment_block and self._moves[1].steps:
+        if self.augment_block and self._forward.steps:
             generator = self.ml.generator
             blocks = dealt(self.examples, self.augment_block, generator)
             cached = evidence_by_blocks(self.ml, blocks, generator, self.augment_blocks)
         for step in range(self.n_steps):
-            if self._moves[1].moves_at(step) and not self.augment_block:
+            if self._forward.moves_at(step) and not self.augment_block:
                 evidence = self.ml.full_batch(batches)
             else:
                 cached = cached or self.ml.cached_full_batch(batches)
@@ -309,7 +327,7 @@ class EvidenceLearner:
             parameter.grad = gradient
         for moves in self._moves:
             if moves.moves_at(step):
-                moves.step(None if self._n_rounds is None else moves.steps * self._n_rounds)
+                moves.step(self._n_rounds)
         project = getattr(self.ml.augment, "project_", None)
         if project is not None:
             project()
@@ -397,59 +415,6 @@ class EvidenceLearner:
         self.ml.load_state_dict(state["ml"])
         for moves, own in zip(self._moves, state["optimizers"], strict=True):
             moves.load_state_dict(own)
-
-
-@dataclass
-class _Moves:
-    """Hyperparameters that move together: their optimiser, rates and steps.
-
-    Args:
-        parameters: which.
-        optimizer: None if there are none.
-        steps: in a round.
-        rate: at the start.
-        last_rate: at the end.
-        taken: steps so far.
-    """
-
-    parameters: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer | None
-    steps: int
-    rate: float
-    last_rate: float
-    taken: int = 0
-
-    @staticmethod
-    def of(
-        parameters: Iterable[nn.Parameter], steps: int, rate: float, last_rate: float | None
-    ) -> _Moves:
-        parameters = list(parameters)
-        optimizer = torch.optim.Adam(parameters, rate) if parameters else None
-        last = rate / 10 if last_rate is None else last_rate
-        return _Moves(parameters, optimizer, steps if parameters else 0, rate, last)
-
-    def moves_at(self, step: int) -> bool:
-        """Whether they take this step of a round."""
-        return step < self.steps
-
-    def step(self, total: int | None) -> None:
-        """One step down the gradients; total: steps in the whole training."""
-        assert self.optimizer is not None
-        rate = self.rate
-        if total is not None:
-            rate = cosine(self.taken, total, self.rate, self.last_rate)
-        set_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.taken += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        return {"taken": self.taken, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
 
 
 class _Gradients:

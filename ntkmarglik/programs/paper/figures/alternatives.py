@@ -78,7 +78,8 @@ def compared(rows: list[Row]) -> list[Compared]:
 
 def alternatives(folder: Path, target: Path) -> None:
     """A panel for each data set: difference to the grid against CPU time."""
-    studies = {study: rows for (study,), rows in grouped(rows_of(folder, CSV), "study").items()}
+    by_study = {study: rows for (study,), rows in grouped(rows_of(folder, CSV), "study").items()}
+    studies = {study: by_study[study] for study in TITLES if study in by_study}
     columns = min(3, len(studies))
     lines = -(-len(studies) // columns)
     with sheet(target, lines, columns, (4.1, 3.2)) as grid:
