@@ -139,24 +139,14 @@ def by_process(split: Split, seed: int, epochs: int) -> Found:
 
 
 def learned(split: Split, seed: int, epochs: int, *, posterior: bool) -> Found:
-    """Decay of every layer and noise by the evidence, in rounds as those of `ntk-conditioned`."""
+    """Decay of every layer and noise by the evidence, with the learner's defaults."""
     model = network(seed)
     n_data = len(split.y)
     likelihood = Gaussian(sigma=1.0)
     prior = GaussianPrior(model, "layerwise")
     ml = MarginalLikelihood(model, likelihood, n_data=n_data, prior=prior)
     optimizer = torch.optim.Adam(model.parameters(), LR)
-    learner = EvidenceLearner(
-        ml,
-        (split.x, split.y),
-        rows=min(400, n_data),
-        steps=5,
-        steps_per_block=5,
-        lr=0.3,
-        burn_in=10,
-        every=10,
-        total_rounds=epochs,
-    )
+    learner = EvidenceLearner(ml, (split.x, split.y), burn_in=10, every=5, total_rounds=epochs)
     learner.attach(optimizer)
     steps = epochs * -(-n_data // BATCH)
     step = 0
