@@ -16,7 +16,7 @@ from pathlib import Path
 
 import measure
 import torch
-from conditioned import CIFAR, MNIST, Network
+from conditioned import CIFAR, MNIST, ONE_BLOCK, Network
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
@@ -52,9 +52,8 @@ STUDIES = {
 def network_of(name: str, seed: int, runs: Path, data_root: Path) -> Network:
     """A network of the study, trained if it is not there yet."""
     path = runs / f"{name}-{seed}"
-    blocks = "--subset 200 --frequency 5 --lr-hyp 0.1"
+    blocks = f"{ONE_BLOCK} --subset 200 --seed {seed}"
     command = f"{STUDIES[name].settings} {blocks} --no-baseline --predict none --resume"
-    command += f" --seed {seed}"
     run(parse([*command.split(), "--out", str(path), "--data-root", str(data_root)]))
     return Network.of_run(name, path)
 
