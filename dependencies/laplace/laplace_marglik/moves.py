@@ -75,14 +75,7 @@ class Moves(ABC):
 
 
 class AdamMoves(Moves):
-    """Any hyperparameters, by Adam.
-
-    Args:
-        parameters: which.
-        steps: in a round.
-        rate: of the first step.
-        last_rate: of the last step in the whole training; None for a tenth.
-    """
+    """Any hyperparameters, by Adam; arguments as of all moves."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], steps: int, rate: float, last_rate: float | None
