@@ -166,8 +166,9 @@ class EvidenceLearner:
         )
         if augment_steps is None:
             augment_steps = steps
-        forward = ml.forward_hyperparameters
-        self._forward = AdamMoves(forward, augment_steps, lr_augment, lr_augment_min)
+        self._forward = AdamMoves(
+            ml.forward_hyperparameters, augment_steps, lr_augment, lr_augment_min
+        )
         self._moves = [*self._of_scales(steps, lr, lr_min, prior_update), self._forward]
         self.calls = 0
         self._attached: list[Attachment] = []
@@ -178,9 +179,8 @@ class EvidenceLearner:
         """Moves of prior, noise and temperature, which take no new passes."""
         checks.one_of("prior_update", prior_update, ("adam", "fixed-point"))
         ml = self.ml
-        scales = [
-            p for p in ml.hyperparameters() if all(p is not q for q in ml.forward_hyperparameters)
-        ]
+        forward = {id(p) for p in ml.forward_hyperparameters}
+        scales = [p for p in ml.hyperparameters() if id(p) not in forward]
         own = ml.prior.log_precision
         if prior_update == "adam" or not own.requires_grad:
             return [AdamMoves(scales, steps, lr, lr_min)]
